@@ -1,0 +1,1 @@
+"""Ready-made recipes, each started with ``torchrun``; everything they use is importable on its own."""
