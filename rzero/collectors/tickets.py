@@ -1,4 +1,4 @@
-"""The life of a ticket, shared by all schedulers; `rzero.collectors.scheduler` draws it and adds the rules."""
+"""The life of a ticket, common to all schedulers; `rzero.collectors.scheduler` draws it, adds the rules."""
 
 import math
 from abc import ABC, abstractmethod
