@@ -1,1 +1,29 @@
-"""buffers"""
+"""The store of evidence: records, packing, and a replay buffer that cannot alter what was sampled."""
+
+from rzero.buffers.context import ContextTable, SamplingContext
+from rzero.buffers.digest import provenance_digest
+from rzero.buffers.packing import PackedBatch, pack, unpack, validate
+from rzero.buffers.records import (
+    ROW_FIELDS,
+    TOKEN_FIELDS,
+    FinishCode,
+    Rollout,
+    make_rollout,
+    segments,
+)
+
+__all__ = [
+    "ROW_FIELDS",
+    "TOKEN_FIELDS",
+    "ContextTable",
+    "FinishCode",
+    "PackedBatch",
+    "Rollout",
+    "SamplingContext",
+    "make_rollout",
+    "pack",
+    "provenance_digest",
+    "segments",
+    "unpack",
+    "validate",
+]

@@ -1,0 +1,196 @@
+"""Many responses in flat tensors, without padding."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tensordict import TensorClass, TensorDict
+from torch import Tensor
+
+from rzero.buffers.records import ROW_FIELDS, TOKEN_FIELDS, Rollout, check_rows
+
+_INT32_MAX = torch.iinfo(torch.int32).max
+
+
+class PackedBatch(TensorClass["nocast"]):
+    """B responses with N tokens in all: flat token fields, row offsets, row fields.
+
+    Response b owns tokens ``cu_seqlens[b] : cu_seqlens[b + 1]`` of every token field. The fields mean what they
+    mean in `Rollout`. Construction checks dtypes and shapes; `validate` checks every value and every digest, and
+    whatever enters a buffer passes it.
+
+    Args:
+        token_ids: int32 ``[N]``.
+        behavior_log_probs: float32 ``[N]`` nats.
+        response_mask: bool ``[N]``.
+        policy_version: int32 ``[N]``.
+        cu_seqlens: int32 or int64 ``[B + 1]``, from 0 to N.
+        uid: int64 ``[B]``, and so on for each of `ROW_FIELDS`.
+        group_id: int64 ``[B]``.
+        prompt_id: int64 ``[B]``.
+        sample_index: int32 ``[B]``.
+        prompt_length: int32 ``[B]``.
+        response_length: int32 ``[B]``.
+        reward: float32 ``[B]``.
+        finish_code: int8 ``[B]``.
+        context_id: int64 ``[B]``.
+        seed: int64 ``[B]``.
+        t_submit_ns: int64 ``[B]``.
+        t_first_ns: int64 ``[B]``.
+        t_done_ns: int64 ``[B]``.
+        digest: int64 ``[B, 2]``.
+        extras: further token fields ``[N]`` under names of their own, such as the learner's ``log_probs``; never
+            evidence. None if there are none.
+    """
+
+    token_ids: Tensor
+    behavior_log_probs: Tensor
+    response_mask: Tensor
+    policy_version: Tensor
+    cu_seqlens: Tensor
+    uid: Tensor
+    group_id: Tensor
+    prompt_id: Tensor
+    sample_index: Tensor
+    prompt_length: Tensor
+    response_length: Tensor
+    reward: Tensor
+    finish_code: Tensor
+    context_id: Tensor
+    seed: Tensor
+    t_submit_ns: Tensor
+    t_first_ns: Tensor
+    t_done_ns: Tensor
+    digest: Tensor
+    extras: TensorDict | None = None
+
+    def __post_init__(self):
+        _check_layout(dict(self.items()))
+
+    @property
+    def num_responses(self) -> int:
+        """B."""
+        return self.uid.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """N, prompts included."""
+        return self.token_ids.shape[0]
+
+
+def pack(rollouts: Sequence[Rollout]) -> PackedBatch:
+    """Lay responses end to end.
+
+    Args:
+        rollouts: at least one response.
+
+    Returns:
+        A batch that owns its memory.
+
+    Raises:
+        ValueError: if there is no response.
+        TypeError: if an item is not a `Rollout`.
+    """
+    if len(rollouts) == 0:
+        raise ValueError("pack: rollouts must hold at least one response, got none")
+    records = []
+    for rollout in rollouts:
+        if not isinstance(rollout, Rollout):
+            raise TypeError(f"pack: rollouts must hold Rollouts, got {type(rollout).__name__}")
+        records.append(dict(rollout.items()))
+    lengths = [record["token_ids"].shape[0] for record in records]
+    return PackedBatch(
+        **{name: torch.cat([record[name] for record in records]) for name in TOKEN_FIELDS},
+        **{name: torch.stack([record[name] for record in records]) for name in (*ROW_FIELDS, "digest")},
+        cu_seqlens=offsets(lengths),
+    )
+
+
+def unpack(batch: PackedBatch) -> list[Rollout]:
+    """Take a batch apart; every response is checked again and owns its memory.
+
+    Args:
+        batch: B responses. Extras, which no `Rollout` holds, stay behind.
+
+    Returns:
+        B records, in order.
+
+    Raises:
+        ValueError: if a value or a digest does not hold.
+    """
+    fields = dict(batch.items())
+    bounds = fields["cu_seqlens"].tolist()
+    return [
+        Rollout(
+            **{name: fields[name][start:stop].clone() for name in TOKEN_FIELDS},
+            **{name: fields[name][row].clone() for name in (*ROW_FIELDS, "digest")},
+        )
+        for row, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+    ]
+
+
+def validate(batch: PackedBatch, *, caller: str = "validate") -> PackedBatch:
+    """Hold a batch against every rule of `Rollout`, digest included.
+
+    Args:
+        batch: B responses, on any device.
+        caller: the name that a message begins with.
+
+    Returns:
+        The batch itself.
+
+    Raises:
+        ValueError: naming the field, the uid and the token of the first violation.
+    """
+    fields = dict(batch.items())
+    _check_layout(fields)
+    check_rows(
+        {name: fields[name].cpu().contiguous().numpy() for name in TOKEN_FIELDS},
+        {name: fields[name].cpu().contiguous().numpy() for name in (*ROW_FIELDS, "digest")},
+        fields["cu_seqlens"].cpu().numpy(),
+        caller=caller,
+    )
+    return batch
+
+
+def offsets(lengths: Sequence[int] | np.ndarray) -> Tensor:
+    """Turn B lengths into B + 1 offsets: int32, or int64 where int32 is too small."""
+    bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+    return torch.from_numpy(bounds if bounds[-1] > _INT32_MAX else bounds.astype(np.int32))
+
+
+def _check_layout(fields: dict[str, Tensor]) -> None:
+    """Check dtypes, shapes and offsets of a packed batch."""
+    expected = {**TOKEN_FIELDS, **ROW_FIELDS, "digest": torch.int64}
+    for name, dtype in expected.items():
+        value = fields.get(name)
+        if not isinstance(value, Tensor) or value.dtype != dtype:
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"PackedBatch: {name} must be a tensor of dtype {dtype}, got {got}")
+    num_tokens, num_rows = fields["token_ids"].shape[0], fields["uid"].shape[0]
+    for name in expected:
+        want = (num_tokens,) if name in TOKEN_FIELDS else (num_rows, 2) if name == "digest" else (num_rows,)
+        if tuple(fields[name].shape) != want:
+            raise ValueError(f"PackedBatch: {name} must have shape {want}, got {tuple(fields[name].shape)}")
+    cu_seqlens = fields.get("cu_seqlens")
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"PackedBatch: cu_seqlens must be an int32 or int64 tensor, got {cu_seqlens!r:.80}")
+    if tuple(cu_seqlens.shape) != (num_rows + 1,):
+        raise ValueError(
+            f"PackedBatch: cu_seqlens must have shape {(num_rows + 1,)}, got {tuple(cu_seqlens.shape)}"
+        )
+    bounds = cu_seqlens.cpu().numpy()
+    if num_rows == 0 or bounds[0] != 0 or bounds[-1] != num_tokens or (np.diff(bounds) <= 0).any():
+        raise ValueError(
+            f"PackedBatch: cu_seqlens must rise strictly from 0 to {num_tokens} over at least one response, "
+            f"got {bounds[:8].tolist()} ... {bounds[-3:].tolist()}"
+        )
+    extras = fields.get("extras")
+    if extras is not None:
+        for name, value in extras.items():
+            if name in expected or value.shape != (num_tokens,):
+                raise ValueError(
+                    f"PackedBatch: extras must be new names of shape {(num_tokens,)}, "
+                    f"got {name!r} of shape {tuple(value.shape)}"
+                )

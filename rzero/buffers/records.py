@@ -1,0 +1,287 @@
+"""The record of one sampled response, and the rules that make it evidence."""
+
+from enum import IntEnum
+
+import numpy as np
+import torch
+from tensordict import TensorClass
+from torch import Tensor
+
+from rzero.buffers.digest import PROVENANCE_FIELDS, digest_rows
+
+
+class FinishCode(IntEnum):
+    """How a response ended: by its end token, at its length limit, or cut off from outside."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+
+
+TOKEN_FIELDS = {
+    "token_ids": torch.int32,
+    "behavior_log_probs": torch.float32,
+    "response_mask": torch.bool,
+    "policy_version": torch.int32,
+}
+"""Fields with one entry a token, prompt included."""
+
+ROW_FIELDS = {
+    "uid": torch.int64,
+    "group_id": torch.int64,
+    "prompt_id": torch.int64,
+    "sample_index": torch.int32,
+    "prompt_length": torch.int32,
+    "response_length": torch.int32,
+    "reward": torch.float32,
+    "finish_code": torch.int8,
+    "context_id": torch.int64,
+    "seed": torch.int64,
+    "t_submit_ns": torch.int64,
+    "t_first_ns": torch.int64,
+    "t_done_ns": torch.int64,
+}
+"""Fields with one number a response; `digest`, with two, stands beside them."""
+
+
+class Rollout(TensorClass["nocast", "frozen"]):
+    """One response with its evidence. It exists only if it is complete and consistent.
+
+    Index t of every token field concerns token t, and the prompt is included. No field has a default, nothing is
+    cast or repaired, and every copy (`clone`, `to`, unpickling) is checked again. `make_rollout` takes plain
+    numbers for the row fields.
+
+    Args:
+        token_ids: int32 ``[T]``, >= 0.
+        behavior_log_probs: float32 ``[T]`` nats, the probability with which the token was really drawn: finite and
+            <= 0 where ``response_mask`` is True, NaN elsewhere.
+        response_mask: bool ``[T]``, True where a token was sampled; False on the whole prompt.
+        policy_version: int32 ``[T]``, the weights that drew the token; -1 where nothing was sampled.
+        uid: int64, unique in the run, >= 0 like all other ids.
+        group_id: int64; the responses of a group are compared with one another.
+        prompt_id: int64.
+        sample_index: int32, which response of its group it is.
+        prompt_length: int32, >= 1.
+        response_length: int32; ``prompt_length + response_length = T``.
+        reward: float32, finite.
+        finish_code: int8, a `FinishCode`. Only an aborted response may hold no sampled token.
+        context_id: int64, see `SamplingContext`.
+        seed: int64.
+        t_submit_ns: int64, wall clock; ``t_submit_ns <= t_first_ns <= t_done_ns``.
+        t_first_ns: int64.
+        t_done_ns: int64.
+        digest: int64 ``[2]``, `provenance_digest` of the token fields, taken where the tokens were drawn.
+
+    Raises:
+        TypeError: if a field is not a tensor of its dtype.
+        ValueError: if a shape, a range or the digest does not hold.
+    """
+
+    token_ids: Tensor
+    behavior_log_probs: Tensor
+    response_mask: Tensor
+    policy_version: Tensor
+    uid: Tensor
+    group_id: Tensor
+    prompt_id: Tensor
+    sample_index: Tensor
+    prompt_length: Tensor
+    response_length: Tensor
+    reward: Tensor
+    finish_code: Tensor
+    context_id: Tensor
+    seed: Tensor
+    t_submit_ns: Tensor
+    t_first_ns: Tensor
+    t_done_ns: Tensor
+    digest: Tensor
+
+    def __post_init__(self):
+        fields = dict(self.items())
+        length = _checked_length(fields)
+        columns = {name: fields[name].cpu().contiguous().numpy() for name in TOKEN_FIELDS}
+        rows = {name: fields[name].cpu().numpy().reshape(1) for name in ROW_FIELDS}
+        rows["digest"] = fields["digest"].cpu().numpy().reshape(1, 2)
+        check_rows(columns, rows, np.array([0, length]), caller="Rollout")
+
+
+def make_rollout(
+    *,
+    token_ids: Tensor,
+    behavior_log_probs: Tensor,
+    response_mask: Tensor,
+    policy_version: Tensor,
+    digest: Tensor,
+    **numbers: int | float | Tensor,
+) -> Rollout:
+    """Build a `Rollout` from token tensors and plain numbers.
+
+    Args:
+        token_ids: int32 ``[T]``.
+        behavior_log_probs: float32 ``[T]``.
+        response_mask: bool ``[T]``.
+        policy_version: int32 ``[T]``.
+        digest: int64 ``[2]``.
+        **numbers: each of `ROW_FIELDS`, as a Python number or as a tensor of its dtype.
+
+    Returns:
+        The checked record.
+
+    Raises:
+        TypeError: if a field is missing, unknown, or a tensor of another dtype.
+        ValueError: see `Rollout`; also for a number that its dtype cannot hold.
+    """
+    rows = {}
+    for name, value in numbers.items():
+        if name in ROW_FIELDS and not isinstance(value, Tensor):
+            if ROW_FIELDS[name].is_floating_point:
+                value = torch.tensor(float(value), dtype=ROW_FIELDS[name])
+            else:
+                limits = torch.iinfo(ROW_FIELDS[name])
+                if int(value) != value or not limits.min <= value <= limits.max:
+                    raise ValueError(f"make_rollout: {name} must fit {ROW_FIELDS[name]}, got {value!r}")
+                value = torch.tensor(int(value), dtype=ROW_FIELDS[name])
+        rows[name] = value
+    return Rollout(
+        token_ids=token_ids,
+        behavior_log_probs=behavior_log_probs,
+        response_mask=response_mask,
+        policy_version=policy_version,
+        digest=digest,
+        **rows,
+    )
+
+
+def segments(rollout: Rollout) -> list[tuple[int, int, int]]:
+    """Which weights drew which part of a response.
+
+    Args:
+        rollout: one response.
+
+    Returns:
+        ``(start, end, version)`` for each maximal run of sampled tokens of one version; indices count from the
+        first token after the prompt. A response begun by version 3 and swapped to version 4 after its second token
+        gives ``[(0, 2, 3), (2, 5, 4)]``. Tokens that were not sampled belong to no segment.
+    """
+    version = rollout.policy_version[int(rollout.prompt_length) :].cpu().numpy()
+    edges = np.flatnonzero(np.diff(version)) + 1
+    starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(version)]
+    return [
+        (start, end, int(version[start]))
+        for start, end in zip(starts, ends, strict=True)
+        if start < end and version[start] >= 0
+    ]
+
+
+def check_rows(
+    columns: dict[str, np.ndarray], rows: dict[str, np.ndarray], cu_seqlens: np.ndarray, *, caller: str
+) -> None:
+    """Hold packed responses against every rule of `Rollout`, digest included; dtypes and shapes are given.
+
+    Args:
+        columns: `TOKEN_FIELDS`, each ``[N]``, contiguous.
+        rows: `ROW_FIELDS`, each ``[B]``, and ``digest`` ``[B, 2]``.
+        cu_seqlens: ``[B + 1]`` offsets, from 0 to N, strictly increasing.
+        caller: the name that the message begins with.
+
+    Raises:
+        ValueError: naming the field, the uid and the token of the first violation.
+    """
+    lengths = np.diff(cu_seqlens)
+    for name in ("uid", "group_id", "prompt_id", "context_id", "sample_index", "t_submit_ns"):
+        _demand(rows[name] >= 0, f"{caller}: {name} must be >= 0", rows[name], rows)
+    _demand(rows["prompt_length"] >= 1, f"{caller}: prompt_length must be >= 1", rows["prompt_length"], rows)
+    _demand(
+        rows["response_length"] == lengths - rows["prompt_length"],
+        f"{caller}: response_length must be the number of tokens - prompt_length",
+        rows["response_length"],
+        rows,
+    )
+    _demand(
+        rows["response_length"] >= 0, f"{caller}: response_length must be >= 0", rows["response_length"], rows
+    )
+    _demand(np.isfinite(rows["reward"]), f"{caller}: reward must be finite", rows["reward"], rows)
+    codes = [code.value for code in FinishCode]
+    _demand(
+        np.isin(rows["finish_code"], codes),
+        f"{caller}: finish_code must be one of {codes}",
+        rows["finish_code"],
+        rows,
+    )
+    for early, late in (("t_submit_ns", "t_first_ns"), ("t_first_ns", "t_done_ns")):
+        _demand(rows[early] <= rows[late], f"{caller}: {late} must not precede {early}", rows[late], rows)
+    _check_tokens(columns, rows, cu_seqlens, caller)
+    provenance = [columns[name] for name in PROVENANCE_FIELDS]
+    bounds = cu_seqlens.tolist()
+    digests = digest_rows(provenance, bounds[:-1], bounds[1:])
+    _demand(
+        (digests == rows["digest"]).all(1),
+        f"{caller}: digest must be the provenance_digest of the token fields",
+        rows["digest"],
+        rows,
+    )
+
+
+def _check_tokens(
+    columns: dict[str, np.ndarray], rows: dict[str, np.ndarray], cu_seqlens: np.ndarray, caller: str
+) -> None:
+    """Check the token fields value by value."""
+    mask, log_probs, version = (
+        columns[name] for name in ("response_mask", "behavior_log_probs", "policy_version")
+    )
+
+    def demand(holds: np.ndarray, rule: str, values: np.ndarray) -> None:
+        if holds.all():
+            return
+        token = int(np.argmin(holds))
+        row = int(np.searchsorted(cu_seqlens, token, side="right")) - 1
+        raise ValueError(
+            f"{caller}: {rule}, got {values[token]} at token {token - int(cu_seqlens[row])} "
+            f"of uid {rows['uid'][row]}"
+        )
+
+    demand(columns["token_ids"] >= 0, "token_ids must be >= 0", columns["token_ids"])
+    demand(
+        (log_probs <= 0) & (log_probs > -np.inf) | ~mask,
+        "behavior_log_probs must be finite and <= 0 where response_mask is True",
+        log_probs,
+    )
+    demand(
+        np.isnan(log_probs) | mask, "behavior_log_probs must be NaN where response_mask is False", log_probs
+    )
+    demand((version >= 0) | ~mask, "policy_version must be >= 0 where response_mask is True", version)
+    demand((version == -1) | mask, "policy_version must be -1 where response_mask is False", version)
+    starts = cu_seqlens[:-1].astype(np.int64)
+    sampled = np.concatenate(([0], np.cumsum(mask)))
+    in_prompt = sampled[starts + rows["prompt_length"]] - sampled[starts]
+    _demand(in_prompt == 0, f"{caller}: response_mask must be False on the prompt", in_prompt, rows)
+    in_row = sampled[cu_seqlens[1:]] - sampled[starts]
+    _demand(
+        (in_row > 0) | (rows["finish_code"] == FinishCode.ABORT),
+        f"{caller}: response_mask must be True somewhere unless finish_code is ABORT",
+        in_row,
+        rows,
+    )
+
+
+def _demand(holds: np.ndarray, rule: str, values: np.ndarray, rows: dict[str, np.ndarray]) -> None:
+    if not holds.all():
+        row = int(np.argmin(holds))
+        raise ValueError(f"{rule}, got {values[row]} at uid {rows['uid'][row]}")
+
+
+def _checked_length(fields: dict[str, Tensor]) -> int:
+    """Check dtypes and shapes of one response and return T."""
+    for name, dtype in {**TOKEN_FIELDS, **ROW_FIELDS, "digest": torch.int64}.items():
+        value = fields.get(name)
+        if not isinstance(value, Tensor) or value.dtype != dtype:
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"Rollout: {name} must be a tensor of dtype {dtype}, got {got}")
+        shape = ("T",) if name in TOKEN_FIELDS else (2,) if name == "digest" else ()
+        want = tuple(fields["token_ids"].shape[:1]) if shape == ("T",) else shape
+        if tuple(value.shape) != want:
+            raise ValueError(f"Rollout: {name} must have shape {want}, got {tuple(value.shape)}")
+    length = fields["token_ids"].shape[0]
+    if length == 0:
+        raise ValueError("Rollout: token_ids must hold at least the prompt, got 0 tokens")
+    return length
