@@ -1,1 +1,23 @@
-"""losses"""
+"""The method as pure functions of torch tensors: advantages, importance weights, losses, diagnostics.
+
+Importing this package costs what torch costs.
+"""
+
+from rzero.losses.advantages import (
+    batch_mean_advantages,
+    count_zero_variance_groups,
+    group_mean_advantages,
+)
+from rzero.losses.diagnostics import ImportanceDiagnostics, importance_diagnostics
+from rzero.losses.importance import importance_weights
+from rzero.losses.reinforce import reinforce_loss
+
+__all__ = [
+    "ImportanceDiagnostics",
+    "batch_mean_advantages",
+    "count_zero_variance_groups",
+    "group_mean_advantages",
+    "importance_diagnostics",
+    "importance_weights",
+    "reinforce_loss",
+]

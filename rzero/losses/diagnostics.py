@@ -1,0 +1,253 @@
+"""What the importance ratios look like before anything is filtered: is the sampler still close enough?"""
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from rzero.losses.advantages import count_zero_variance_groups
+from rzero.losses.checks import check_lag
+from rzero.losses.histogram import NUM_BINS, bin_index, quantile
+from rzero.losses.layout import TokenBatch, open_tokens
+
+__all__ = ["ImportanceDiagnostics", "RatioStatistics", "importance_diagnostics"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatioStatistics:
+    """Sums over ratios r = pi / mu and x = log r, a row per lag; two records add up.
+
+    Attributes:
+        count: [L] float64, ratios that entered the sums.
+        nonfinite: [L] float64, ratios left out because x or exp(x) is not finite: 0 in a healthy run.
+        ratio_sum: [L] float64, sum of r.
+        ratio_square_sum: [L] float64, sum of r^2.
+        k1_sum: [L] float64, sum of -x.
+        k3_sum: [L] float64, sum of r - 1 - x.
+        histogram: [L, NUM_BINS] float64, how many x fell into each bin of :mod:`rzero.losses.histogram`.
+        max_log_ratio: [L] float64, largest x, -inf where nothing was counted.
+    """
+
+    count: Tensor
+    nonfinite: Tensor
+    ratio_sum: Tensor
+    ratio_square_sum: Tensor
+    k1_sum: Tensor
+    k3_sum: Tensor
+    histogram: Tensor
+    max_log_ratio: Tensor
+
+    def __add__(self, other: "RatioStatistics") -> "RatioStatistics":
+        """Statistics of both sets of ratios."""
+        merged = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        merged["max_log_ratio"] = torch.maximum(self.max_log_ratio, other.max_log_ratio)
+        return RatioStatistics(**merged)
+
+    def at_lag(self, index: int) -> "RatioStatistics":
+        """The statistics of one lag alone."""
+        return RatioStatistics(**{f.name: getattr(self, f.name)[index : index + 1] for f in fields(self)})
+
+    def to_dict(self) -> dict[str, float]:
+        """Means and quantiles over all lags together; NaN where nothing was counted."""
+        count, total, square = (float(t.sum()) for t in (self.count, self.ratio_sum, self.ratio_square_sum))
+        histogram = self.histogram.sum(0)
+        ess = total**2 / square if square else math.nan
+        max_log_ratio = float(self.max_log_ratio.max())
+        quantiles = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+        return {
+            "count": count,
+            "nonfinite": float(self.nonfinite.sum()),
+            "ratio_mean": total / count if count else math.nan,
+            "ratio_second_moment": square / count if count else math.nan,
+            "ratio_max": _exp(max_log_ratio) if count else math.nan,
+            "ratio_p999": _exp(min(quantile(histogram, 0.999), max_log_ratio)) if count else math.nan,
+            "ess": ess,
+            "ess_fraction": ess / count if count else math.nan,
+            "kl_k1": float(self.k1_sum.sum()) / count if count else math.nan,
+            "kl_k3": float(self.k3_sum.sum()) / count if count else math.nan,
+            **{
+                f"abs_log_ratio_{name}": quantile(histogram, q, absolute=True)
+                for name, q in quantiles.items()
+            },
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceDiagnostics:
+    """Mergeable record of :func:`importance_diagnostics`: ``a + b`` describes both micro-batches.
+
+    Attributes:
+        tokens: statistics of the token ratios, by the token's lag.
+        responses: statistics of the whole-response ratios, by the largest lag of the response's tokens.
+        max_lag: None if not split by lag, else the lag from which on all share the last row.
+        num_groups: 0-d float64, groups seen; 0 without rewards and group_id.
+        num_zero_variance_groups: 0-d float64, those of them whose rewards are all equal.
+    """
+
+    tokens: RatioStatistics
+    responses: RatioStatistics
+    max_lag: int | None
+    num_groups: Tensor
+    num_zero_variance_groups: Tensor
+
+    def __add__(self, other: "ImportanceDiagnostics") -> "ImportanceDiagnostics":
+        """Diagnostics of both batches of tokens."""
+        if self.max_lag != other.max_lag:
+            raise ValueError(
+                f"ImportanceDiagnostics: max_lag must agree to be merged, "
+                f"got {self.max_lag} and {other.max_lag}"
+            )
+        return ImportanceDiagnostics(
+            tokens=self.tokens + other.tokens,
+            responses=self.responses + other.responses,
+            max_lag=self.max_lag,
+            num_groups=self.num_groups + other.num_groups,
+            num_zero_variance_groups=self.num_zero_variance_groups + other.num_zero_variance_groups,
+        )
+
+    merge = __add__
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain floats for a logger, under token/, response/, groups/; populated lags under token/lag_k/."""
+        report = {}
+        for level, statistics in (("token", self.tokens), ("response", self.responses)):
+            report |= {f"{level}/{key}": value for key, value in statistics.to_dict().items()}
+            if self.max_lag is None:
+                continue
+            for lag in (statistics.count + statistics.nonfinite).nonzero().flatten().tolist():
+                label = f"lag_{lag}_or_more" if lag == self.max_lag else f"lag_{lag}"
+                one = statistics.at_lag(lag).to_dict()
+                report |= {f"{level}/{label}/{key}": value for key, value in one.items()}
+        report["groups/count"] = float(self.num_groups)
+        report["groups/zero_variance"] = float(self.num_zero_variance_groups)
+        return report
+
+
+@torch.no_grad()
+def importance_diagnostics(
+    log_probs: Tensor,
+    behavior_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    lag: Tensor | None = None,
+    max_lag: int = 64,
+    rewards: Tensor | None = None,
+    group_id: Tensor | None = None,
+) -> ImportanceDiagnostics:
+    """Ratio moments, effective sample size and KL estimates, per token and per response, split by lag.
+
+        x_it = log pi_theta(a_it | h_it) - log mu(a_it | h_it)      r_it = exp(x_it)      a token's ratio
+        x_i  = sum_t x_it                                           r_i  = exp(x_i)       a response's ratio
+
+        ESS = (sum r)^2 / sum r^2      k1 = mean(-x)      k3 = mean(r - 1 - x)      both estimate KL(mu || pi)
+
+    Everything counted by the mask enters, before any gate or filter; nothing raises on values: what is not
+    finite is left out of the sums and counted. Sums are kept in float64, so that records of micro-batches and
+    ranks add up to the record of the whole.
+
+    Args:
+        log_probs: [B, T], [N] with cu_seqlens, or nested; floating, nats; no gradient is taken.
+        behavior_log_probs: same shape; log mu as recorded.
+        mask: same shape, bool; True counts.
+        cu_seqlens: [B + 1] integer row offsets of packed tokens.
+        lag: learner_version - policy_version, integer, shaped like the tokens, or [B]; ignored where mask is
+            False.
+        max_lag: lags from here on share one row, so that records of all ranks have one shape.
+        rewards: [B] floating, to count groups whose rewards are all equal; with whole groups only.
+        group_id: [B] integer, together with rewards.
+
+    Returns:
+        A record to add, reduce (:func:`rzero.losses.all_reduce_diagnostics`) and log (``to_dict``).
+
+    Raises:
+        ValueError: shapes or devices that disagree, a negative lag on a counted token, rewards without
+            group_id or the reverse.
+        TypeError: a wrong dtype.
+
+    Example:
+        Learner log-probs [0, ln 2] against behaviour [0, 0]: ratios 1 and 2, so the mean is 1.5, the second
+        moment (1 + 4) / 2, and ESS (1 + 2)^2 / (1 + 4).
+
+        >>> log_probs, mask = torch.tensor([[1.0, 2.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
+        >>> report = importance_diagnostics(log_probs, torch.zeros(1, 2), mask).to_dict()
+        >>> [round(report[f"token/{key}"], 4) for key in ("ratio_mean", "ratio_second_moment", "ess")]
+        [1.5, 2.5, 1.8]
+    """
+    function = "importance_diagnostics"
+    batch = open_tokens(function, log_probs, behavior_log_probs, mask, cu_seqlens)
+    log_ratio = batch.log_probs.double() - batch.behavior_log_probs.double()
+    token_lag = _token_lag(function, batch, lag)
+    if token_lag is not None:
+        token_lag = token_lag.clamp(max=max_lag)
+    num_lags = 1 if token_lag is None else max_lag + 1
+    sampled = batch.tokens_per_row() > 0
+    return ImportanceDiagnostics(
+        tokens=_statistics(
+            log_ratio[batch.mask], None if token_lag is None else token_lag[batch.mask], num_lags
+        ),
+        responses=_statistics(
+            batch.sum_rows(log_ratio)[sampled],
+            None if token_lag is None else batch.max_rows(token_lag)[sampled],
+            num_lags,
+        ),
+        max_lag=None if token_lag is None else max_lag,
+        **_count_groups(function, rewards, group_id, batch),
+    )
+
+
+def _statistics(log_ratio: Tensor, lag: Tensor | None, num_lags: int) -> RatioStatistics:
+    """Sums of a flat list of log ratios into one row per lag."""
+    row = torch.zeros_like(log_ratio, dtype=torch.int64) if lag is None else lag
+    usable = log_ratio.isfinite() & log_ratio.exp().isfinite()
+    empty = log_ratio.new_zeros(num_lags)
+    nonfinite = empty.index_add(0, row, (~usable).double())
+    x, row = log_ratio[usable], row[usable]
+    ratio = x.exp()
+    cells = empty.new_zeros(num_lags * NUM_BINS)
+    return RatioStatistics(
+        count=empty.index_add(0, row, torch.ones_like(x)),
+        nonfinite=nonfinite,
+        ratio_sum=empty.index_add(0, row, ratio),
+        ratio_square_sum=empty.index_add(0, row, ratio.square()),
+        k1_sum=empty.index_add(0, row, -x),
+        k3_sum=empty.index_add(0, row, x.expm1() - x),
+        histogram=cells.index_add(0, row * NUM_BINS + bin_index(x), torch.ones_like(x)).view(num_lags, -1),
+        max_log_ratio=torch.full_like(empty, -math.inf).scatter_reduce(0, row, x, "amax"),
+    )
+
+
+def _token_lag(function: str, batch: TokenBatch, lag: Tensor | None) -> Tensor | None:
+    """The lag of each token, 0 where mask is False."""
+    if lag is None:
+        return None
+    if lag.is_nested:
+        lag = lag.values()
+    per_token = check_lag(function, lag, batch.mask, batch.num_rows)
+    lag = lag.long() if per_token else batch.spread(lag.long()).expand_as(batch.mask)
+    lag = torch.where(batch.mask, lag, 0)
+    if bool((lag < 0).any()):
+        raise ValueError(f"{function}: lag must not be negative on a counted token, got {int(lag.min())}")
+    return lag
+
+
+def _count_groups(
+    function: str, rewards: Tensor | None, group_id: Tensor | None, batch: TokenBatch
+) -> dict[str, Tensor]:
+    """How many groups there are, and in how many all rewards are equal."""
+    if (rewards is None) != (group_id is None):
+        raise ValueError(f"{function}: rewards and group_id must be given together, got one of them")
+    groups = zero = 0
+    if rewards is not None and group_id is not None:
+        groups, zero = count_zero_variance_groups(rewards, group_id)
+    new = batch.log_probs.new_tensor
+    return {
+        "num_groups": new(groups, dtype=torch.float64),
+        "num_zero_variance_groups": new(zero, dtype=torch.float64),
+    }
+
+
+def _exp(x: float) -> float:
+    """exp, inf where Python would raise."""
+    return math.inf if x > 709.0 else math.exp(x)
