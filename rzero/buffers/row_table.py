@@ -1,0 +1,81 @@
+"""The table of stored responses: one fixed-size record each, in reusable places."""
+
+import numpy as np
+
+from rzero.buffers.records import ROW_FIELDS
+
+_DTYPES = {name: str(dtype).removeprefix("torch.") for name, dtype in ROW_FIELDS.items()}
+
+ROW_DTYPE = np.dtype(
+    [
+        *_DTYPES.items(),
+        ("digest", np.int64, (2,)),
+        ("version", np.int32),  # The oldest weights in the response; the largest int32 if it sampled nothing.
+        ("extras_crc", np.uint32),
+        ("chunk", np.int64),
+        ("start", np.int64),
+    ]
+)
+"""The row fields, and where the tokens lie."""
+
+
+def row_lengths(rows: np.ndarray) -> np.ndarray:
+    """Tokens of each row, prompt included, int64 ``[B]``."""
+    return rows["prompt_length"].astype(np.int64) + rows["response_length"]
+
+
+class RowTable:
+    """Rows in numbered places; the place of a removed row is used again."""
+
+    def __init__(self):
+        """Start empty."""
+        self._rows = np.empty(0, ROW_DTYPE)
+        self._used = np.empty(0, dtype=bool)
+        self._free: list[int] = []
+        self._top = 0
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return self._top - len(self._free)
+
+    def next_places(self, count: int) -> np.ndarray:
+        """Where the next ``count`` rows will go, int64 ``[count]``."""
+        reused = self._free[: -count - 1 : -1]
+        return np.array([*reused, *range(self._top, self._top + count - len(reused))], dtype=np.int64)
+
+    def insert(self, rows: np.ndarray) -> np.ndarray:
+        """Add rows at `next_places`, and return these."""
+        places = self.next_places(len(rows))
+        fresh = int((places >= self._top).sum())
+        del self._free[len(self._free) - (len(rows) - fresh) :]
+        self._top += fresh
+        if self._top > len(self._rows):
+            size = max(1024, 2 * len(self._rows), self._top)
+            self._rows = np.concatenate((self._rows, np.empty(size - len(self._rows), ROW_DTYPE)))
+            self._used = np.concatenate((self._used, np.zeros(size - len(self._used), dtype=bool)))
+        self._rows[places] = rows
+        self._used[places] = True
+        return places
+
+    def remove(self, places: np.ndarray) -> None:
+        """Remove rows."""
+        self._used[places] = False
+        self._free.extend(places.tolist())
+
+    def has(self, places: np.ndarray) -> np.ndarray:
+        """Which places hold a row, bool ``[n]``."""
+        inside = (places >= 0) & (places < self._top)
+        inside[inside] = self._used[places[inside]]
+        return inside
+
+    def places(self) -> np.ndarray:
+        """All places that hold a row, int64, rising."""
+        return np.flatnonzero(self._used)
+
+    def __getitem__(self, places: np.ndarray) -> np.ndarray:
+        """The rows at these places, copied."""
+        return self._rows[places]
+
+    def set_extras_crc(self, place: int, crc: int) -> None:
+        """Note the checksum of a row's extras: the one entry that may change."""
+        self._rows["extras_crc"][place] = crc
