@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from rzero.losses.checks import check_integer_rows
+
 __all__ = ["batch_mean_advantages", "count_zero_variance_groups", "group_mean_advantages"]
 
 
@@ -37,17 +39,7 @@ def group_mean_advantages(rewards: Tensor, group_id: Tensor, *, group_size: int 
     """
     function = "group_mean_advantages"
     rewards = _check_rewards(function, rewards)
-    if group_id.is_floating_point() or group_id.is_complex() or group_id.dtype == torch.bool:
-        raise TypeError(f"{function}: group_id must be integer, got {group_id.dtype}")
-    if group_id.shape != rewards.shape:
-        raise ValueError(
-            f"{function}: group_id must have shape ({len(rewards)},) to match rewards, "
-            f"got {tuple(group_id.shape)}"
-        )
-    if group_id.device != rewards.device:
-        raise ValueError(
-            f"{function}: group_id must be on {rewards.device} like rewards, got {group_id.device}"
-        )
+    check_integer_rows(function, "group_id", group_id, rewards)
     if group_size is not None and group_size < 2:
         raise ValueError(f"{function}: group_size must be at least 2, got {group_size}")
     if len(rewards) == 0:
@@ -96,10 +88,17 @@ def count_zero_variance_groups(rewards: Tensor, group_id: Tensor) -> tuple[int, 
     Returns:
         Number of groups, number of groups without variance.
 
+    Raises:
+        ValueError: a reward that is not finite, or shapes that disagree.
+        TypeError: rewards not floating, or group_id not integer.
+
     Example:
         >>> count_zero_variance_groups(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([7, 7, 9, 9]))
         (2, 1)
     """
+    function = "count_zero_variance_groups"
+    rewards = _check_rewards(function, rewards)
+    check_integer_rows(function, "group_id", group_id, rewards)
     groups, member_of = group_id.unique(return_inverse=True)
     lowest, highest = (
         rewards.new_zeros(len(groups)).scatter_reduce(0, member_of, rewards, extreme, include_self=False)

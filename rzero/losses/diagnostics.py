@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from rzero.losses.advantages import count_zero_variance_groups
-from rzero.losses.checks import check_lag
+from rzero.losses.checks import check_lag, locate
 from rzero.losses.histogram import NUM_BINS, bin_index, quantile
 from rzero.losses.layout import TokenBatch, open_tokens
+from rzero.losses.values import require_offsets
 
 __all__ = ["ImportanceDiagnostics", "RatioStatistics", "importance_diagnostics"]
 
@@ -177,29 +178,26 @@ def importance_diagnostics(
     """
     function = "importance_diagnostics"
     batch = open_tokens(function, log_probs, behavior_log_probs, mask, cu_seqlens)
-    log_ratio = batch.log_probs.double() - batch.behavior_log_probs.double()
-    token_lag = _token_lag(function, batch, lag)
-    if token_lag is not None:
-        token_lag = token_lag.clamp(max=max_lag)
-    num_lags = 1 if token_lag is None else max_lag + 1
+    require_offsets(function, batch)
+    log_ratio = batch.log_ratio(masked=0.0, dtype=torch.float64)
+    # Without lag everything shares row 0, as if all lags were 0 and the last row the only one.
+    last_lag = 0 if lag is None else max_lag
+    token_lag = _token_lag(function, batch, lag).clamp(max=last_lag)
     sampled = batch.tokens_per_row() > 0
+    num_groups, num_zero_variance_groups = _count_groups(function, rewards, group_id, batch.num_rows)
     return ImportanceDiagnostics(
-        tokens=_statistics(
-            log_ratio[batch.mask], None if token_lag is None else token_lag[batch.mask], num_lags
-        ),
+        tokens=_statistics(log_ratio[batch.mask], token_lag[batch.mask], last_lag + 1),
         responses=_statistics(
-            batch.sum_rows(log_ratio)[sampled],
-            None if token_lag is None else batch.max_rows(token_lag)[sampled],
-            num_lags,
+            batch.sum_rows(log_ratio)[sampled], batch.max_rows(token_lag)[sampled], last_lag + 1
         ),
-        max_lag=None if token_lag is None else max_lag,
-        **_count_groups(function, rewards, group_id, batch),
+        max_lag=None if lag is None else max_lag,
+        num_groups=log_ratio.new_tensor(num_groups),
+        num_zero_variance_groups=log_ratio.new_tensor(num_zero_variance_groups),
     )
 
 
-def _statistics(log_ratio: Tensor, lag: Tensor | None, num_lags: int) -> RatioStatistics:
-    """Sums of a flat list of log ratios into one row per lag."""
-    row = torch.zeros_like(log_ratio, dtype=torch.int64) if lag is None else lag
+def _statistics(log_ratio: Tensor, row: Tensor, num_lags: int) -> RatioStatistics:
+    """Sums of a flat list of log ratios, each into the row of its lag."""
     usable = log_ratio.isfinite() & log_ratio.exp().isfinite()
     empty = log_ratio.new_zeros(num_lags)
     nonfinite = empty.index_add(0, row, (~usable).double())
@@ -218,34 +216,39 @@ def _statistics(log_ratio: Tensor, lag: Tensor | None, num_lags: int) -> RatioSt
     )
 
 
-def _token_lag(function: str, batch: TokenBatch, lag: Tensor | None) -> Tensor | None:
-    """The lag of each token, 0 where mask is False."""
+def _token_lag(function: str, batch: TokenBatch, lag: Tensor | None) -> Tensor:
+    """The lag of each token, int64; 0 where mask is False, and everywhere if there is none."""
+    nothing = torch.zeros_like(batch.mask, dtype=torch.int64)
     if lag is None:
-        return None
+        return nothing
     if lag.is_nested:
         lag = lag.values()
-    per_token = check_lag(function, lag, batch.mask, batch.num_rows)
-    lag = lag.long() if per_token else batch.spread(lag.long()).expand_as(batch.mask)
-    lag = torch.where(batch.mask, lag, 0)
+    check_lag(function, lag, mask=batch.mask, num_rows=batch.num_rows)
+    if lag.shape != batch.mask.shape:
+        lag = batch.spread(lag)
+    lag = torch.where(batch.mask, lag.long(), nothing)
     if bool((lag < 0).any()):
-        raise ValueError(f"{function}: lag must not be negative on a counted token, got {int(lag.min())}")
+        flat = int((lag < 0).flatten().int().argmax())
+        row, token = locate(flat, lag, batch.cu_seqlens)
+        raise ValueError(
+            f"{function}: lag must not be negative on a counted token, got {int(lag.flatten()[flat])} "
+            f"at row {row}, token {token}"
+        )
     return lag
 
 
 def _count_groups(
-    function: str, rewards: Tensor | None, group_id: Tensor | None, batch: TokenBatch
-) -> dict[str, Tensor]:
+    function: str, rewards: Tensor | None, group_id: Tensor | None, num_rows: int
+) -> tuple[float, float]:
     """How many groups there are, and in how many all rewards are equal."""
-    if (rewards is None) != (group_id is None):
+    if rewards is None and group_id is None:
+        return 0.0, 0.0
+    if rewards is None or group_id is None:
         raise ValueError(f"{function}: rewards and group_id must be given together, got one of them")
-    groups = zero = 0
-    if rewards is not None and group_id is not None:
-        groups, zero = count_zero_variance_groups(rewards, group_id)
-    new = batch.log_probs.new_tensor
-    return {
-        "num_groups": new(groups, dtype=torch.float64),
-        "num_zero_variance_groups": new(zero, dtype=torch.float64),
-    }
+    if len(rewards) != num_rows:
+        raise ValueError(f"{function}: rewards must have shape ({num_rows},), got {tuple(rewards.shape)}")
+    groups, zero_variance = count_zero_variance_groups(rewards, group_id)
+    return float(groups), float(zero_variance)
 
 
 def _exp(x: float) -> float:

@@ -1,9 +1,12 @@
 """Importance weights: how much likelier the learner finds a token than the sampler that drew it."""
 
+import math
+
+import torch
 from torch import Tensor
 
-from rzero.losses.checks import check_token_values
 from rzero.losses.layout import TokenBatch, open_tokens
+from rzero.losses.values import require_usable
 
 __all__ = ["importance_weights"]
 
@@ -16,7 +19,7 @@ def importance_weights(
     cu_seqlens: Tensor | None = None,
     check_values: bool = True,
 ) -> Tensor:
-    """Per-token importance weights, detached, never clipped.
+    """Token importance weights, detached and never clipped.
 
         w_it = exp(log pi_theta(a_it | h_it) - log mu(a_it | h_it))
 
@@ -38,22 +41,22 @@ def importance_weights(
     Example:
         Drawn with probability 0.2, now 0.3:
 
-        >>> import torch
-        >>> importance_weights(*torch.tensor([[[0.3]], [[0.2]]]).log(), torch.tensor([[True]]))
+        >>> log_probs, behavior_log_probs = torch.tensor([[0.3]]).log(), torch.tensor([[0.2]]).log()
+        >>> importance_weights(log_probs, behavior_log_probs, torch.tensor([[True]]))
         tensor([[1.5000]])
     """
     function = "importance_weights"
-    if cu_seqlens is None and log_probs.ndim == 1:
-        cu_seqlens = mask.new_tensor([0, len(log_probs)]).long() * 0
-        cu_seqlens[1:] = len(log_probs)
+    if log_probs.ndim == 1 and cu_seqlens is None:
+        cu_seqlens = torch.tensor([0, len(log_probs)], device=log_probs.device)
     batch = open_tokens(function, log_probs, behavior_log_probs, mask, cu_seqlens)
-    weights = token_weights(function, batch, check_values=check_values)
-    return weights.where(batch.mask, 0.0)
-
-
-def token_weights(function: str, batch: TokenBatch, *, check_values: bool) -> Tensor:
-    """exp(log pi - log mu) of an opened batch, detached; 1 where mask is False, since both are 0 there."""
-    weights = (batch.log_probs.detach() - batch.behavior_log_probs).exp_()
+    weights = token_weights(batch)
     if check_values:
-        check_token_values(function, batch.log_probs, batch.behavior_log_probs, weights, batch.cu_seqlens)
+        require_usable(function, batch, weights=weights)
+    if log_probs.is_nested:
+        return torch.nested.nested_tensor_from_jagged(weights, log_probs.offsets())  # pyright: ignore
     return weights
+
+
+def token_weights(batch: TokenBatch) -> Tensor:
+    """Compute exp(log pi - log mu); 0 = exp(-inf) where mask is False, whatever stood there."""
+    return batch.log_ratio(masked=-math.inf).exp_()
