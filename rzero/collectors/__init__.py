@@ -1,1 +1,65 @@
-"""collectors"""
+"""Collecting: engines that sample with versioned weights, schedulers, the asynchronous loop, lag.
+
+The engines that need transformers or vLLM load on first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from rzero.collectors.collector import AsyncRolloutCollector, Prompt, RewardFunction
+from rzero.collectors.engine import Completion, EngineError, GenerationEngine, GenerationRequest
+from rzero.collectors.lag import LagReport
+from rzero.collectors.remote import RemoteEngine, serve_engine
+from rzero.collectors.scheduler import (
+    CreditScheduler,
+    Scheduler,
+    SlotScheduler,
+    finished_first,
+    strict,
+    windowed,
+)
+from rzero.collectors.transport import Channel, open_channels
+from rzero.collectors.weights import (
+    PublishReport,
+    WeightPublisher,
+    load_weights,
+    named_weights,
+    weight_digests,
+)
+
+if TYPE_CHECKING:
+    from rzero.collectors.transformers_engine import TransformersEngine
+
+__all__ = [
+    "AsyncRolloutCollector",
+    "Channel",
+    "Completion",
+    "CreditScheduler",
+    "EngineError",
+    "GenerationEngine",
+    "GenerationRequest",
+    "LagReport",
+    "Prompt",
+    "PublishReport",
+    "RemoteEngine",
+    "RewardFunction",
+    "Scheduler",
+    "SlotScheduler",
+    "TransformersEngine",
+    "WeightPublisher",
+    "finished_first",
+    "load_weights",
+    "named_weights",
+    "open_channels",
+    "serve_engine",
+    "strict",
+    "weight_digests",
+    "windowed",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TransformersEngine":
+        from rzero.collectors.transformers_engine import TransformersEngine
+
+        return TransformersEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,125 @@
+"""Processes of a recipe: rank 0 learns, the other ranks sample; when one ends badly, all end, within seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+import transformers
+import tyro
+from tqdm import tqdm
+
+from rzero.collectors import Channel, open_channels
+from rzero.collectors.transport import ConnectionLost
+
+ConfigT = TypeVar("ConfigT")
+LEARNER = 0
+START = "torchrun --standalone --nproc-per-node=2"
+
+
+class RecipeError(Exception):
+    """The user asked for something that cannot be; the message is one line and says what to do."""
+
+
+def parse(config_class: type[ConfigT], *, default: ConfigT | None = None, description: str) -> ConfigT:
+    """The flags of this process as a config; a wrong one is said in one line, once, by the learner's rank.
+
+    Args:
+        config_class: A dataclass whose fields are documented.
+        default: The preset that the flags change.
+        description: What ``--help`` says first.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                config_class, default=default, description=description, console_outputs=_is_learner()
+            )
+    except SystemExit as end:
+        if end.code not in (0, None):
+            words = [line.strip("│╭╮╰╯─ \n") for line in said.getvalue().splitlines()]
+            _say("error: " + " ".join(word for word in words if word and word != "Parsing error"))
+        _end(int(end.code or 0))
+
+
+def run(
+    learn: Callable[[dict[int, tuple[Channel, Channel]]], None], sample: Callable[[Channel, Channel], None]
+) -> NoReturn:
+    """Connect the ranks, run this one's part, and end the process.
+
+    Args:
+        learn: Called on rank 0 with (to, from) channels by sampler rank.
+        sample: Called on every other rank with the channels (to, from) rank 0.
+    """
+    tqdm.set_lock(
+        threading.RLock()
+    )  # The default lock is a semaphore of the system, which os._exit would leak.
+    transformers.utils.logging.disable_progress_bar()
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # torchrun ends the ranks of a failed job by SIGTERM.
+    code = 1
+    try:
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world < 2:
+            raise RecipeError(
+                f"needs a rank that learns and at least one that samples; start it with `{START} ...`"
+            )
+        _connect()
+        channels = open_channels(LEARNER, list(range(1, world)))
+        if dist.get_rank() == LEARNER:
+            learn(channels)
+        else:
+            sample(*channels[LEARNER])
+        dist.destroy_process_group()
+        code = 0
+    except RecipeError as error:
+        _say(f"error: {error}")
+        code = 2
+    except KeyboardInterrupt:
+        _say("interrupted")
+        code = 130
+    except ConnectionLost as error:
+        print(f"rank {os.environ['RANK']} ends: {str(error).split(': ')[0]}", file=sys.stderr, flush=True)
+    except BaseException:
+        traceback.print_exc()
+    _end(code)
+
+
+def _connect() -> None:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+    if os.environ.get("WORLD_SIZE") == str(local):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # All ranks are here: stay on the loopback.
+    try:
+        dist.init_process_group("gloo")
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RecipeError(
+            f"could not connect the ranks at {address}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _is_learner() -> bool:
+    return os.environ.get("RANK", "0") == str(LEARNER)
+
+
+def _say(line: str) -> None:
+    if _is_learner():
+        print(line, file=sys.stderr, flush=True)
+
+
+def _end(code: int) -> NoReturn:
+    # Threads may stand in the network for ever; os._exit takes them along, where sys.exit would wait for them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

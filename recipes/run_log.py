@@ -1,0 +1,214 @@
+"""What a run leaves behind: JSON lines, TorchRL's loggers, a summary, figures, and a progress bar meanwhile."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrl.record.loggers import CSVLogger, Logger, TensorboardLogger
+from tqdm import tqdm
+
+from rzero.buffers import PackedBatch
+from rzero.collectors import LagReport
+from rzero.losses import ImportanceDiagnostics, importance_diagnostics
+
+
+def new_run_folder(root: Path, name: str) -> Path:
+    """``root/name-DATE-TIME``, created; a number is added if two runs start in one second."""
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for attempt in range(1000):
+        folder = root / (stem if attempt == 0 else f"{stem}-{attempt}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise RuntimeError(f"new_run_folder: {root} must have room for a run, got 1000 of {stem}")
+
+
+class RunLog:
+    """Writes one run's measurements as they come and sums them up at the end.
+
+    Args:
+        config: A dataclass with ``runs``, ``nominal_lag``, ``updates`` and ``tensorboard``; saved as ``config.json``.
+        name: The run folder's name begins with it.
+        busy_seconds: Reads how long the samplers have been sampling so far, mean over samplers.
+    """
+
+    def __init__(self, config: Any, *, name: str, busy_seconds: Callable[[], float]) -> None:
+        self.folder = new_run_folder(config.runs, name)
+        (self.folder / "config.json").write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
+        self._metrics = (self.folder / "metrics.jsonl").open("a", buffering=1)
+        self._loggers: list[Logger] = [CSVLogger("csv", log_dir=str(self.folder))]
+        if config.tensorboard:
+            self._loggers.append(TensorboardLogger("tensorboard", log_dir=str(self.folder)))
+        self.lag = LagReport(nominal_lag=config.nominal_lag)
+        self._diagnostics: ImportanceDiagnostics | None = None
+        self._spent: dict[str, float] = {"wait": 0.0, "train": 0.0, "evaluate": 0.0}
+        self._step: dict[str, float] = dict(self._spent)
+        self._busy_seconds = busy_seconds
+        self._busy_start, self._busy_in_evaluation = busy_seconds(), 0.0
+        self._start = time.perf_counter()
+        self._tokens = self._updates = 0
+        self._held_out: dict[int, float] = {}
+        self._bar = tqdm(total=config.updates, unit="update", dynamic_ncols=True, desc=name)
+
+    @contextmanager
+    def time(self, what: str) -> Iterator[None]:
+        """Count the time of a block as ``wait``, ``train`` or ``evaluate``."""
+        started, busy = time.perf_counter(), self._busy_seconds()
+        yield
+        seconds = time.perf_counter() - started
+        self._spent[what] += seconds
+        self._step[what] += seconds
+        if what == "evaluate":
+            self._busy_in_evaluation += self._busy_seconds() - busy
+
+    def update(
+        self,
+        learner_version: int,
+        batch: PackedBatch,
+        *,
+        log_probs: Tensor,
+        entropies: Tensor,
+        loss: Tensor,
+        grad_norm: Tensor,
+    ) -> None:
+        """Measure one update.
+
+        Args:
+            learner_version: Version that was updated.
+            batch: What it was trained on.
+            log_probs: [N], the learner's.
+            entropies: [N], of the learner's distributions.
+            loss: Scalar.
+            grad_norm: Scalar, before clipping.
+        """
+        mask = batch.response_mask
+        self.lag.update(batch.policy_version, mask, batch.cu_seqlens, learner_version=learner_version)
+        lag = torch.where(mask, learner_version - batch.policy_version, 0)
+        diagnostics = importance_diagnostics(
+            log_probs.detach(),
+            batch.behavior_log_probs,
+            mask,
+            cu_seqlens=batch.cu_seqlens,
+            rewards=batch.reward,
+            group_id=batch.group_id,
+        )
+        self._diagnostics = diagnostics if self._diagnostics is None else self._diagnostics + diagnostics
+        ratios = diagnostics.to_dict()
+        tokens = int(mask.sum())
+        self._tokens += tokens
+        self._updates += 1
+        row = {
+            "update": learner_version,
+            "reward": float(batch.reward.mean()),
+            "loss": float(loss.detach()),
+            "grad_norm": float(grad_norm),
+            "entropy": float(entropies.sum()) / tokens,
+            "lag_mean": float(lag.sum()) / tokens,
+            "lag_max": int(lag.max()),
+            "ratio_mean": ratios["token/ratio_mean"],
+            "ratio_second_moment": ratios["token/ratio_second_moment"],
+            "ratio_max": ratios["token/ratio_max"],
+            "ess_fraction": ratios["token/ess_fraction"],
+            "kl_k3": ratios["token/kl_k3"],
+            "zero_variance_groups": ratios["groups/zero_variance"],
+            "response_length": tokens / batch.num_responses,
+            "wait_seconds": self._step["wait"],
+            "train_seconds": self._step["train"],
+            "sampler_idle": self.sampler_idle_share(),
+        }
+        self._step = dict.fromkeys(self._step, 0.0)
+        self._write(row, step=learner_version)
+        self._bar.set_postfix(
+            reward=f"{row['reward']:.3f}",
+            lag=f"{row['lag_mean']:.2f}",
+            tokens_per_s=f"{self._tokens / self.seconds():.0f}",
+            refresh=False,
+        )
+        self._bar.update()
+
+    def held_out(self, version: int, accuracy: float) -> None:
+        """Note the held-out accuracy of the weights of a version."""
+        self._held_out[version] = accuracy
+        self._write({"version": version, "held_out_accuracy": accuracy}, step=version)
+        self._bar.write(f"version {version}: held-out accuracy {accuracy:.3f}")
+
+    def seconds(self) -> float:
+        """Wall time so far without evaluation."""
+        return max(1e-9, time.perf_counter() - self._start - self._spent["evaluate"])
+
+    def sampler_idle_share(self) -> float:
+        """Share of the time without evaluation in which the samplers had nothing to sample."""
+        busy = self._busy_seconds() - self._busy_start - self._busy_in_evaluation
+        return min(1.0, max(0.0, 1.0 - busy / self.seconds()))
+
+    def finish(self) -> dict[str, Any]:
+        """Write ``summary.json`` and the figures, print the summary and return it."""
+        from recipes.figures import draw_run
+
+        self._bar.close()
+        lag = self.lag.to_dict()
+        assert self._diagnostics is not None
+        ratios = self._diagnostics.to_dict()
+        versions = sorted(self._held_out)
+        summary = {
+            "updates": self._updates,
+            "held_out_accuracy_before": self._held_out[versions[0]],
+            "held_out_accuracy_after": self._held_out[versions[-1]],
+            "held_out_accuracy": self._held_out,
+            "lag": lag,
+            "ratio_mean": ratios["token/ratio_mean"],
+            "ratio_second_moment": ratios["token/ratio_second_moment"],
+            "ratio_max": ratios["token/ratio_max"],
+            "ess_fraction": ratios["token/ess_fraction"],
+            "learner_idle_share": self._spent["wait"] / self.seconds(),
+            "sampler_idle_share": self.sampler_idle_share(),
+            "updates_per_second": self._updates / self.seconds(),
+            "tokens_per_second": self._tokens / self.seconds(),
+            "seconds": self.seconds(),
+            "evaluation_seconds": self._spent["evaluate"],
+        }
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self._metrics.close()
+        draw_run(self.folder)
+        print(summary_text(summary, self.folder), flush=True)
+        return summary
+
+    def _write(self, row: dict[str, float], *, step: int) -> None:
+        self._metrics.write(json.dumps(row) + "\n")
+        for logger in self._loggers:
+            for name, value in row.items():
+                logger.log_scalar(name, value, step=step)
+
+
+def summary_text(summary: dict[str, Any], folder: Path) -> str:
+    """The summary as a person reads it."""
+    lag = summary["lag"]["token_mean"]["per_token"]
+    before, after = summary["held_out_accuracy_before"], summary["held_out_accuracy_after"]
+    return "\n".join(
+        [
+            "",
+            f"  updates              {summary['updates']} in {summary['seconds']:.0f} s, "
+            f"{summary['updates_per_second']:.2f} a second (evaluation, "
+            f"{summary['evaluation_seconds']:.0f} s, excluded)",
+            f"  held-out accuracy    {before:.3f} before, {after:.3f} after ({100 * (after - before):+.1f} points)",
+            f"  lag per token        nominal {summary['lag']['nominal_lag']}; measured mean {lag['mean']:.2f}, "
+            f"p50 {lag['p50']:.0f}, p95 {lag['p95']:.0f}, max {lag['max']:.0f}",
+            f"  importance ratio     mean {summary['ratio_mean']:.4f}, second moment "
+            f"{summary['ratio_second_moment']:.4f}, max {summary['ratio_max']:.2f}, "
+            f"effective sample size {summary['ess_fraction']:.3f}",
+            f"  idle                 learner {summary['learner_idle_share']:.1%}, "
+            f"samplers {summary['sampler_idle_share']:.1%}",
+            f"  sampled tokens       {summary['tokens_per_second']:.0f} a second",
+            f"  run folder           {folder}",
+        ]
+    )

@@ -1,0 +1,138 @@
+"""The default model: a tiny Llama with a character-level tokenizer, warmed up by supervised learning and cached."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import string
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from recipes.tasks import Problem, ReasoningTasks
+
+WARM_UP_CURSOR = 5 * 10**8  # The supervised problems start here, far from where reinforcement starts.
+
+
+def character_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A Hugging Face tokenizer of printable ASCII: one token a character, and ``<pad> <bos> <eos> <unk>``."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    characters = [c for c in string.printable if c == "\n" or not c.isspace()] + [" "]
+    vocabulary = {token: index for index, token in enumerate(special + characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def encode_prompt(tokenizer: Any, question: str) -> list[int]:
+    """Token ids of a question as the model reads it: by the tokenizer's chat template, else ``<bos> question newline``."""
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": question}]
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return [*start, *tokenizer.encode(question + "\n", add_special_tokens=False)]
+
+
+def tiny_llama(vocab_size: int, *, hidden_size: int, layers: int, seed: int) -> transformers.LlamaForCausalLM:
+    """A Llama from scratch, with heads of 16 and seeded weights."""
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden_size // 16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return transformers.LlamaForCausalLM(config)
+
+
+def warm_up(
+    model: Any, tokenizer: Any, tasks: ReasoningTasks, *, steps: int, batch_size: int = 128, lr: float = 3e-3
+) -> None:
+    """Supervised learning on question and answer, loss on the answer alone, for a fixed number of seeded steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
+    problems = tasks.stream(WARM_UP_CURSOR)
+    model.train()
+    progress = tqdm(range(steps), desc="warm-up", unit="step", dynamic_ncols=True)
+    for _ in progress:
+        loss = model(**_supervised_batch(tokenizer, [next(problems) for _ in range(batch_size)])).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    model.eval()
+
+
+def _supervised_batch(tokenizer: Any, problems: Sequence[Problem]) -> dict[str, torch.Tensor]:
+    rows, labels = [], []
+    for problem in problems:
+        prompt = encode_prompt(tokenizer, problem.question)
+        answer = [*tokenizer.encode(problem.answer, add_special_tokens=False), tokenizer.eos_token_id]
+        rows.append(torch.tensor(prompt + answer))
+        labels.append(torch.tensor([-100] * len(prompt) + answer))
+    pad = torch.nn.utils.rnn.pad_sequence
+    input_ids = pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+    padded_labels = pad(labels, batch_first=True, padding_value=-100)
+    lengths = torch.tensor([len(row) for row in rows])
+    attention_mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": padded_labels}
+
+
+def cached_tiny_model(
+    specs: Sequence[str], *, warm_up_steps: int, cache_dir: Path, hidden_size: int = 64, layers: int = 2
+) -> Path:
+    """Folder of the warmed-up tiny model and its tokenizer, made on the first call.
+
+    The folder's name is a digest of everything that decides its content: the tasks, sizes, steps, this file's and the
+    tasks' code, and the versions of torch and transformers. It appears by an atomic rename, never half-written.
+    """
+    from recipes import tasks as tasks_module
+
+    recipe = dict(specs=list(specs), hidden_size=hidden_size, layers=layers, steps=warm_up_steps)
+    versions = [torch.__version__, transformers.__version__]
+    code = [Path(__file__).read_text(), inspect.getsource(tasks_module)]
+    digest = hashlib.sha256(json.dumps([recipe, versions, code], sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache_dir / f"tiny-llama-{digest}"
+    if folder.exists():
+        return folder
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    tokenizer = character_tokenizer()
+    model = tiny_llama(len(tokenizer), hidden_size=hidden_size, layers=layers, seed=0)
+    warm_up(model, tokenizer, ReasoningTasks(specs, seed=0, held_out_size=256), steps=warm_up_steps)
+    staging = Path(tempfile.mkdtemp(dir=cache_dir))
+    model.save_pretrained(staging)
+    tokenizer.save_pretrained(staging)
+    try:
+        staging.rename(folder)
+    except OSError:  # Another run finished the same model first; its content is the same.
+        shutil.rmtree(staging)
+    return folder
+
+
+def default_cache_dir() -> Path:
+    """``$RZERO_CACHE``, or ``rzero`` in the user's cache folder."""
+    if "RZERO_CACHE" in os.environ:
+        return Path(os.environ["RZERO_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rzero"

@@ -1,0 +1,67 @@
+"""Integer hashing in torch: the same bits on any device, in any order, with any number of threads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # int64 patterns of splitmix64's constants
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # >> on int64 copies the sign bit; a logical shift does not
+
+
+def splitmix64(x: Tensor) -> Tensor:
+    """The output function of splitmix64, elementwise on int64 (arithmetic wraps modulo 2^64).
+
+    Reference: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+
+    Example:
+        >>> splitmix64(torch.tensor([0]))  # the first output of the generator seeded with 0: 0xE220A8397B1DCDAF
+        tensor([-2152535657050944081])
+    """
+    x = x + _GOLDEN
+    x = (x ^ _shift_right(x, 30)) * _FIRST
+    x = (x ^ _shift_right(x, 27)) * _SECOND
+    return x ^ _shift_right(x, 31)
+
+
+def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
+    """Counter-based uniform numbers in (0, 1), one for each (seed, counter) pair.
+
+    A number depends on its own seed and counter alone, so a response's random numbers do not depend on which other
+    responses are sampled beside it.
+
+    Args:
+        seeds: int64 [n].
+        counters: int64 [n].
+
+    Returns:
+        float64 [n], multiples of 2^-49, never 0 or 1.
+    """
+    bits = _shift_right(splitmix64(splitmix64(seeds) ^ counters), 16)
+    return (bits.double() + 0.5) / 2**48
+
+
+def tensor_digest(tensor: Tensor) -> int:
+    """A 64-bit checksum of a tensor's bytes, dtype aside, that no order of summation can change.
+
+    Each element's bit pattern is hashed together with its index and the hashes are added modulo 2^64: integer addition
+    is exact, so the digest is the same on every device and for every number of threads.
+
+    Args:
+        tensor: Any shape; elements of 1, 2, 4 or 8 bytes.
+
+    Example:
+        >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+        >>> tensor_digest(a) == tensor_digest(a.clone()), tensor_digest(a) == tensor_digest(b)
+        (True, False)
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    words = flat.view(integer).to(torch.int64)
+    index = torch.arange(len(words), device=words.device)
+    return int(splitmix64(words ^ splitmix64(index)).sum()) if len(words) else 0

@@ -1,0 +1,318 @@
+"""An engine in another process: ``serve_engine`` on the sampler's rank, ``RemoteEngine`` on the learner's.
+
+learner's rank                                      sampler's rank
+RemoteEngine.submit / swap / close  --commands-->   serve_engine --> engine (its own thread)
+futures resolve                     <--results---   completions, acknowledgements, errors
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rzero.buffers import FinishCode, SamplingContext
+from rzero.collectors.engine import Completion, EngineError, GenerationEngine, GenerationRequest
+from rzero.collectors.transport import Channel, ConnectionLost, Message
+
+_REQUEST_FIELDS = ("uid", "group_id", "prompt_id", "sample_index", "max_new_tokens", "seed")
+_COMPLETION_FIELDS = ("finish_code", "context_id", "t_submit_ns", "t_first_ns", "t_done_ns")
+
+
+def encode_requests(requests: Sequence[GenerationRequest]) -> dict[str, Tensor]:
+    """Requests as flat tensors."""
+    return {
+        "request": torch.tensor([[getattr(r, name) for name in _REQUEST_FIELDS] for r in requests]),
+        "prompt": torch.tensor([token for r in requests for token in r.prompt], dtype=torch.int32),
+        "prompt_length": torch.tensor([len(r.prompt) for r in requests]),
+    }
+
+
+def decode_requests(tensors: Mapping[str, Tensor]) -> list[GenerationRequest]:
+    """The inverse of ``encode_requests``."""
+    prompts = tensors["prompt"].split(tensors["prompt_length"].tolist())
+    return [
+        GenerationRequest(prompt=tuple(prompt.tolist()), **dict(zip(_REQUEST_FIELDS, row, strict=True)))
+        for prompt, row in zip(prompts, tensors["request"].tolist(), strict=True)
+    ]
+
+
+def encode_completions(completions: Sequence[Completion]) -> dict[str, Tensor]:
+    """Completions as flat tensors; the requests stay with the learner and only their uids travel."""
+    return {
+        "uid": torch.tensor([c.request.uid for c in completions]),
+        "completion": torch.tensor(
+            [[int(getattr(c, name)) for name in _COMPLETION_FIELDS] for c in completions]
+        ),
+        "length": torch.tensor([len(c.response) for c in completions]),
+        "response": torch.cat([c.response for c in completions]),
+        "behavior_log_probs": torch.cat([c.behavior_log_probs for c in completions]),
+        "policy_version": torch.cat([c.policy_version for c in completions]),
+        "digest": torch.stack([c.digest for c in completions]),
+    }
+
+
+def decode_completions(
+    tensors: Mapping[str, Tensor], requests: Mapping[int, GenerationRequest]
+) -> list[Completion]:
+    """The inverse of ``encode_completions``, given the requests by uid."""
+    lengths = tensors["length"].tolist()
+    split = {
+        name: tensors[name].split(lengths) for name in ("response", "behavior_log_probs", "policy_version")
+    }
+    completions = []
+    for i, (uid, row) in enumerate(zip(tensors["uid"].tolist(), tensors["completion"].tolist(), strict=True)):
+        finish_code, context_id, t_submit_ns, t_first_ns, t_done_ns = row
+        completions.append(
+            Completion(
+                request=requests[uid],
+                response=split["response"][i],
+                behavior_log_probs=split["behavior_log_probs"][i],
+                policy_version=split["policy_version"][i],
+                finish_code=FinishCode(finish_code),
+                context_id=context_id,
+                t_submit_ns=t_submit_ns,
+                t_first_ns=t_first_ns,
+                t_done_ns=t_done_ns,
+                digest=tensors["digest"][i],
+            )
+        )
+    return completions
+
+
+def _drain(source: queue.SimpleQueue[Any]) -> list[Any]:
+    """Wait for one item, then take all that are there."""
+    items = [source.get()]
+    while True:
+        try:
+            items.append(source.get_nowait())
+        except queue.Empty:
+            return items
+
+
+class RemoteEngine:
+    """A ``GenerationEngine`` that runs on another rank.
+
+    Args:
+        outgoing: Channel to the sampler's rank.
+        incoming: Channel from it.
+
+    Raises:
+        EngineError: From any call after the engine, its process or the connection has failed.
+    """
+
+    def __init__(self, outgoing: Channel, incoming: Channel) -> None:
+        self._outgoing, self._incoming = outgoing, incoming
+        hello = incoming.receive()
+        if hello.kind == "error":
+            raise EngineError(hello.text["traceback"])
+        self._context = SamplingContext.from_json(hello.text["context"])
+        self._version = int(hello.text["version"])
+        self._busy_seconds = 0.0
+        self._lock = threading.Lock()
+        self._requests: dict[int, tuple[GenerationRequest, Future[Completion]]] = {}
+        self._reply: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+        self._call_lock = threading.Lock()  # one call that waits for a reply at a time
+        self._error: BaseException | None = None
+        self._to_send: queue.SimpleQueue[Message | GenerationRequest | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(
+                target=target, name=f"RemoteEngine-{outgoing.peer}-{target.__name__}", daemon=True
+            )
+            for target in (self._send_loop, self._receive_loop)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]:
+        """See ``GenerationEngine.submit``."""
+        future: Future[Completion] = Future()
+        with self._lock:
+            self._refuse_if_failed("submit")
+            self._requests[request.uid] = (request, future)
+        self._to_send.put(request)
+        return future
+
+    def pause(self) -> None:
+        """See ``GenerationEngine.pause``."""
+        self._call(Message("pause"))
+
+    def resume(self) -> None:
+        """See ``GenerationEngine.resume``."""
+        self._call(Message("resume"))
+
+    def swap(self, version: int, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
+        """See ``GenerationEngine.swap``; the engine samples on while the weights travel."""
+        text = {"version": str(version), "digests": json.dumps(dict(digests))}
+        self._call(Message("swap", dict(weights), text))
+        self._version = version
+
+    def version(self) -> int:
+        """The last version that the engine acknowledged."""
+        return self._version
+
+    def context(self) -> SamplingContext:
+        """See ``GenerationEngine.context``."""
+        return self._context
+
+    def busy_seconds(self) -> float:
+        """As of the engine's last message."""
+        return self._busy_seconds
+
+    def close(self) -> None:
+        """Stop the engine and end ``serve_engine`` on its rank."""
+        if self._error is None:
+            self._call(Message("close"))
+        self._to_send.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _call(self, message: Message) -> Message:
+        with self._call_lock:
+            with self._lock:
+                self._refuse_if_failed(message.kind)
+            self._to_send.put(message)
+            reply = self._reply.get()
+        if isinstance(reply, BaseException):
+            raise EngineError(f"RemoteEngine.{message.kind}: {reply}") from reply
+        if reply.kind == "refused":
+            raise EngineError(reply.text["reason"])
+        return reply
+
+    def _refuse_if_failed(self, caller: str) -> None:
+        if self._error is not None:
+            raise EngineError(f"RemoteEngine.{caller}: the engine has failed: {self._error}") from self._error
+
+    def _send_loop(self) -> None:
+        try:
+            while True:
+                items = _drain(self._to_send)
+                requests = [item for item in items if isinstance(item, GenerationRequest)]
+                if requests:
+                    self._outgoing.send(Message("submit", encode_requests(requests)))
+                for item in items:
+                    if isinstance(item, Message):
+                        self._outgoing.send(item)
+                    elif item is None:
+                        return
+        except BaseException as error:
+            self._fail(error)
+
+    def _receive_loop(self) -> None:
+        try:
+            while True:
+                message = self._incoming.receive()
+                self._busy_seconds = float(message.text.get("busy_seconds", self._busy_seconds))
+                if message.kind == "completions":
+                    self._resolve(message)
+                elif message.kind == "error":
+                    raise EngineError(f"rank {self._incoming.peer} failed:\n{message.text['traceback']}")
+                else:
+                    self._reply.put(message)
+                    if message.kind == "closed":
+                        return
+        except BaseException as error:
+            self._fail(error)
+
+    def _resolve(self, message: Message) -> None:
+        uids = message.tensors["uid"].tolist()
+        with self._lock:
+            entries = {uid: self._requests.pop(uid) for uid in uids}
+        requests = {uid: request for uid, (request, _) in entries.items()}
+        for completion in decode_completions(message.tensors, requests):
+            entries[completion.request.uid][1].set_result(completion)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+            entries, self._requests = self._requests, {}
+        for _, future in entries.values():
+            future.set_exception(error)
+        self._reply.put(error)
+
+
+def serve_engine(engine: GenerationEngine, outgoing: Channel, incoming: Channel) -> None:
+    """Run an engine for a ``RemoteEngine`` on another rank until that closes it.
+
+    An exception in the engine travels to the learner's rank with its traceback, and is raised here too.
+
+    Args:
+        engine: Already holding the weights of its version.
+        outgoing: Channel to the learner's rank.
+        incoming: Channel from it.
+
+    Raises:
+        EngineError: If the engine failed.
+        ConnectionLost: If the learner's rank is gone.
+    """
+    outgoing.send(
+        Message("hello", text={"context": engine.context().to_json(), "version": str(engine.version())})
+    )
+    to_send: queue.SimpleQueue[Message | Completion | BaseException] = queue.SimpleQueue()
+    receiver = threading.Thread(target=_serve_commands, args=(engine, incoming, to_send), daemon=True)
+    receiver.start()
+    while True:
+        items = _drain(to_send)
+        error = next((item for item in items if isinstance(item, BaseException)), None)
+        if isinstance(error, ConnectionLost):
+            raise error
+        if error is not None:
+            text = "".join(traceback.format_exception(error))
+            outgoing.send(Message("error", text={"traceback": text}))
+            raise EngineError("serve_engine: the engine failed") from error
+        busy = {"busy_seconds": repr(engine.busy_seconds())}
+        completions = [item for item in items if isinstance(item, Completion)]
+        if completions:
+            outgoing.send(Message("completions", encode_completions(completions), busy))
+        for item in items:
+            if isinstance(item, Message):
+                outgoing.send(Message(item.kind, item.tensors, {**item.text, **busy}))
+                if item.kind == "closed":
+                    receiver.join()
+                    return
+
+
+def _serve_commands(
+    engine: GenerationEngine,
+    incoming: Channel,
+    to_send: queue.SimpleQueue[Message | Completion | BaseException],
+) -> None:
+    def deliver(future: Future[Completion]) -> None:
+        to_send.put(future.exception() or future.result())
+
+    try:
+        while True:
+            message = incoming.receive()
+            if message.kind == "submit":
+                for request in decode_requests(message.tensors):
+                    engine.submit(request).add_done_callback(deliver)
+            elif message.kind == "swap":
+                to_send.put(_swap(engine, message))
+            elif message.kind == "pause":
+                engine.pause()
+                to_send.put(Message("paused"))
+            elif message.kind == "resume":
+                engine.resume()
+                to_send.put(Message("resumed"))
+            elif message.kind == "close":
+                to_send.put(Message("closed"))
+                return
+            else:
+                raise ValueError(f"serve_engine: kind must be a known command, got {message.kind!r}")
+    except BaseException as error:
+        to_send.put(error)
+
+
+def _swap(engine: GenerationEngine, message: Message) -> Message:
+    try:
+        engine.swap(int(message.text["version"]), message.tensors, json.loads(message.text["digests"]))
+    except EngineError as error:
+        return Message("refused", text={"reason": str(error)})
+    return Message("swapped", text={"version": message.text["version"]})

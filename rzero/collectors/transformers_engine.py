@@ -1,0 +1,393 @@
+"""The embedded engine: continuous batching over any Hugging Face causal LM, on a CPU or a GPU.
+
+    pending --prefill--> slot --one token a step--> ... --end token or length--> completion
+                          ^                                                          |
+                          +----------------- the freed slot is refilled at once -----+
+
+Each step draws one token for every occupied slot. Between two steps lies the token boundary at which the engine pauses,
+swaps weights and takes in new requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from einops import rearrange
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from rzero.buffers import FinishCode, SamplingContext
+from rzero.collectors.engine import Clock, Completion, EngineError, GenerationRequest, completion_digest
+from rzero.collectors.hashing import uniforms
+from rzero.collectors.transformers_cache import SlotCache
+from rzero.collectors.weights import load_weights
+
+
+@dataclass(slots=True)
+class _Slot:
+    request: GenerationRequest
+    future: Future[Completion]
+    t_submit_ns: int
+    t_first_ns: int = 0
+
+
+def sample_tokens(log_probs: Tensor, u: Tensor) -> Tensor:
+    """Draw one token a row by inverting the cumulative distribution at ``u``.
+
+    Args:
+        log_probs: float [n, V], normalised over the last dimension.
+        u: float64 [n] in (0, 1).
+
+    Returns:
+        int64 [n]. A token of probability 0 is never drawn.
+    """
+    cumulative = log_probs.double().exp().cumsum(-1)
+    return torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)[:, 0]
+
+
+class TransformersEngine:
+    """Samples from a Hugging Face causal LM in a thread of its own.
+
+    The recorded log-probability is of the very distribution that the token was drawn from: the softmax of the logits
+    divided by the temperature, over the whole vocabulary. Tokens depend on the request's seed and not on who is sampled
+    beside it, as far as the model's kernels compute each row independently of the batch.
+
+    Args:
+        model: A causal LM with full attention in every layer. The engine owns it: ``swap`` writes into its parameters.
+        eos_token_ids: Tokens that end a response.
+        temperature: Greater than 0; 1 samples from the model itself.
+        max_slots: Responses sampled at the same time; more wait their turn.
+        version: Version of the weights that the model holds now; -1 if it waits for its first ones.
+        tokenizer_digest: Names the tokenizer in the sampling context.
+        kernel_fingerprint: Names the kernels under the model in the sampling context.
+        log_softmax: [n, V] logits to log-probabilities; pass the one that the learner uses.
+
+    Raises:
+        ValueError: If an argument is out of range, or the model has layers whose cache is not plain full attention.
+
+    Example:
+        See ``tests/collectors/test_transformers_engine.py`` and ``recipes/reinforce_zero.py``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        eos_token_ids: tuple[int, ...],
+        temperature: float = 1.0,
+        max_slots: int = 256,
+        version: int = 0,
+        tokenizer_digest: str = "unknown",
+        kernel_fingerprint: str | None = None,
+        log_softmax: Callable[[Tensor], Tensor] = lambda logits: torch.log_softmax(logits, dim=-1),
+    ) -> None:
+        if not temperature > 0:
+            raise ValueError(f"TransformersEngine: temperature must be > 0, got {temperature}")
+        if max_slots < 1:
+            raise ValueError(f"TransformersEngine: max_slots must be >= 1, got {max_slots}")
+        _refuse_other_than_full_attention(model.config)
+        self.model = model.eval()
+        self._device = next(model.parameters()).device
+        self._log_softmax, self._temperature = log_softmax, temperature
+        self._context = _context(model, temperature, tokenizer_digest, kernel_fingerprint)
+        self._context_id = self._context.context_id
+        self._version = version
+
+        self._pending: deque[_Slot] = deque()
+        self._slots: list[
+            _Slot
+        ] = []  # slot r of the cache belongs to _slots[r]; occupied slots stay contiguous
+        self._max_slots = max_slots
+        self._state = _SlotState(model.config.num_hidden_layers, self._device)
+        self._eos = torch.tensor(eos_token_ids, dtype=torch.long, device=self._device)
+
+        self._clock = Clock()
+        self._condition = threading.Condition()
+        self._pausing = self._paused = self._closed = False
+        self._error: BaseException | None = None
+        self._busy_ns = 0
+        self._thread = threading.Thread(target=self._run, name="TransformersEngine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ what others call
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]:
+        """See ``GenerationEngine.submit``."""
+        future: Future[Completion] = Future()
+        with self._condition:
+            self._refuse_if_stopped("submit")
+            if self._version < 0:
+                raise RuntimeError(
+                    "TransformersEngine.submit: weights must be published first, got none so far"
+                )
+            self._pending.append(_Slot(request, future, self._clock.now_ns()))
+            self._condition.notify_all()
+        return future
+
+    def pause(self) -> None:
+        """See ``GenerationEngine.pause``."""
+        with self._condition:
+            self._pausing = True
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self._paused or self._closed or self._error is not None)
+            self._refuse_if_stopped("pause")
+
+    def swap(self, version: int, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
+        """See ``GenerationEngine.swap``. Keys and values already cached stay: they are of the weights that made them."""
+        already_pausing = self._pausing
+        self.pause()
+        try:
+            with self._condition:
+                load_weights(self.model, weights, digests)
+                self._version = version
+        finally:
+            if not already_pausing:
+                self.resume()
+
+    def resume(self) -> None:
+        """See ``GenerationEngine.resume``."""
+        with self._condition:
+            self._pausing = False
+            self._condition.notify_all()
+
+    def version(self) -> int:
+        """See ``GenerationEngine.version``."""
+        return self._version
+
+    def context(self) -> SamplingContext:
+        """See ``GenerationEngine.context``."""
+        return self._context
+
+    def busy_seconds(self) -> float:
+        """See ``GenerationEngine.busy_seconds``."""
+        return self._busy_ns / 1e9
+
+    def close(self) -> None:
+        """See ``GenerationEngine.close``."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    def _refuse_if_stopped(self, caller: str) -> None:
+        if self._error is not None:
+            raise EngineError(
+                f"TransformersEngine.{caller}: the engine has failed: {self._error}"
+            ) from self._error
+        if self._closed:
+            raise RuntimeError(f"TransformersEngine.{caller}: the engine is closed")
+
+    # ------------------------------------------------------------------ the engine's own thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                started = time.monotonic_ns()
+                self._admit()
+                self._step()
+                self._busy_ns += time.monotonic_ns() - started
+        except BaseException as error:
+            with self._condition:
+                self._error = error
+                self._condition.notify_all()
+        finally:
+            reason = self._error or CancelledError("the engine was closed")
+            for slot in [*self._slots, *self._pending]:
+                slot.future.set_exception(reason)
+            self._slots, self._pending = [], deque()
+
+    def _wait_for_work(self) -> bool:
+        """Stand at the token boundary while there is nothing to do or somebody asked for a pause."""
+        with self._condition:
+            self._paused = self._pausing
+            self._condition.notify_all()
+            while not self._closed and (self._pausing or not (self._pending or self._slots)):
+                self._paused = self._pausing
+                self._condition.notify_all()
+                self._condition.wait()
+            self._paused = False
+            return not self._closed
+
+    @torch.no_grad()
+    def _admit(self) -> None:
+        """Prefill waiting prompts, all but their last token, into free slots; equal prompts are prefilled once."""
+        with self._condition:
+            room = min(self._max_slots - len(self._slots), len(self._pending))
+            new = [self._pending.popleft() for _ in range(room)]
+        if not new:
+            return
+        first = len(self._slots)
+        self._slots += new
+        self._state.open(first, [slot.request for slot in new])
+        prompts = list(
+            dict.fromkeys(slot.request.prompt[:-1] for slot in new if len(slot.request.prompt) > 1)
+        )
+        if not prompts:
+            return
+        ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long, device=self._device)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        length = ids.shape[1]
+        mask = (
+            torch.ones(length, length, dtype=torch.bool, device=self._device)
+            .tril()
+            .expand(len(prompts), 1, -1, -1)
+        )
+        cache = DynamicCache()
+        self._forward(ids, torch.arange(length, device=self._device).expand_as(ids), mask, cache)
+        source = {prompt: index for index, prompt in enumerate(prompts)}
+        filled = [
+            (first + i, source[s.request.prompt[:-1]]) for i, s in enumerate(new) if len(s.request.prompt) > 1
+        ]
+        self._state.cache.write([slot for slot, _ in filled], cache, [row for _, row in filled])
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        """Draw one token for every occupied slot."""
+        state, n = self._state, len(self._slots)
+        positions = state.position[:n]
+        width = int(positions.max()) + 1
+        state.cache.aim(positions, width)
+        mask = torch.arange(width, device=self._device) <= positions[:, None]
+        logits = self._forward(
+            state.last_token[:n, None], positions[:, None], rearrange(mask, "n t -> n 1 1 t"), state.cache
+        )
+        log_probs = self._log_softmax(logits[:, -1].float() / self._temperature)
+        tokens = sample_tokens(log_probs, uniforms(state.seed[:n], state.count[:n]))
+        state.record(n, tokens, log_probs.gather(-1, tokens[:, None])[:, 0], self._version)
+        now = self._clock.now_ns()
+        for slot in self._slots:
+            slot.t_first_ns = slot.t_first_ns or now
+        ended = torch.isin(tokens, self._eos)
+        for r in reversed((ended | (state.count[:n] == state.limit[:n])).nonzero()[:, 0].tolist()):
+            self._finish(r, FinishCode.STOP if ended[r] else FinishCode.LENGTH, now)
+
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        if self.model.config._attn_implementation == "eager":  # eager attention adds its mask
+            zero = torch.zeros((), dtype=self.model.dtype, device=mask.device)
+            mask = torch.where(mask, zero, torch.finfo(self.model.dtype).min)
+        return self.model(
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        ).logits
+
+    def _finish(self, r: int, code: FinishCode, now: int) -> None:
+        """Take the response out of slot r; the last slot moves into the gap."""
+        slot, state = self._slots[r], self._state
+        request, length = slot.request, int(state.count[r])
+        response = state.tokens[r, :length].to("cpu", torch.int32, copy=True)
+        log_probs = state.log_probs[r, :length].to("cpu", copy=True)
+        versions = state.versions[r, :length].to("cpu", copy=True)
+        completion = Completion(
+            request=request,
+            response=response,
+            behavior_log_probs=log_probs,
+            policy_version=versions,
+            finish_code=code,
+            context_id=self._context_id,
+            t_submit_ns=slot.t_submit_ns,
+            t_first_ns=slot.t_first_ns,
+            t_done_ns=now,
+            digest=completion_digest(request.prompt, response, log_probs, versions),
+        )
+        last = len(self._slots) - 1
+        if r != last:
+            state.move(last, r)
+            self._slots[r] = self._slots[last]
+        self._slots.pop()
+        slot.future.set_result(completion)
+
+
+class _SlotState:
+    """The tensors behind the slots: where each stands, what it has drawn so far, and its keys and values."""
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        self.device = device
+        self.cache = SlotCache(num_layers, device)
+        self.position, self.count, self.limit, self.seed, self.last_token = (
+            torch.zeros(0, dtype=torch.long, device=device) for _ in range(5)
+        )
+        self.tokens = torch.zeros(0, 0, dtype=torch.long, device=device)
+        self.log_probs = torch.zeros(0, 0, device=device)
+        self.versions = torch.zeros(0, 0, dtype=torch.int32, device=device)
+
+    _PER_SLOT = ("position", "count", "limit", "seed", "last_token")
+    _PER_TOKEN = ("tokens", "log_probs", "versions")
+
+    def open(self, first: int, requests: list[GenerationRequest]) -> None:
+        """Place requests into the slots from ``first`` on."""
+        stop = first + len(requests)
+        self.cache.reserve(stop, max(len(r.prompt) + r.max_new_tokens for r in requests))
+        self._reserve(stop, max(r.max_new_tokens for r in requests))
+        as_tensor = torch.tensor(
+            [[len(r.prompt) - 1, 0, r.max_new_tokens, r.seed, r.prompt[-1]] for r in requests]
+        )
+        for name, column in zip(self._PER_SLOT, as_tensor.to(self.device).unbind(-1), strict=True):
+            getattr(self, name)[first:stop] = column
+
+    def _reserve(self, slots: int, length: int) -> None:
+        old_slots, old_length = self.tokens.shape
+        if slots > old_slots or length > old_length:
+            slots, length = max(slots, 2 * old_slots), max(length, old_length)
+            for name in self._PER_SLOT:
+                old = getattr(self, name)
+                setattr(self, name, torch.cat([old, old.new_zeros(slots - len(old))]))
+            for name in self._PER_TOKEN:
+                old = getattr(self, name)
+                new = old.new_zeros(slots, length)
+                new[:old_slots, :old_length] = old
+                setattr(self, name, new)
+
+    def record(self, n: int, tokens: Tensor, log_probs: Tensor, version: int) -> None:
+        """Append one token to each of the first n slots."""
+        rows, count = torch.arange(n, device=self.device), self.count[:n]
+        self.tokens[rows, count] = tokens
+        self.log_probs[rows, count] = log_probs
+        self.versions[rows, count] = version
+        self.last_token[:n] = tokens
+        self.position[:n] += 1
+        self.count[:n] += 1
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one slot over another."""
+        self.cache.move(source, target)
+        for name in (*self._PER_SLOT, *self._PER_TOKEN):
+            tensor = getattr(self, name)
+            tensor[target] = tensor[source]
+
+
+def _refuse_other_than_full_attention(config: Any) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ValueError(
+            f"TransformersEngine: model must use full attention in every layer, got {sorted(kinds)} "
+            f"in {type(config).__name__}"
+        )
+
+
+def _context(
+    model: Any, temperature: float, tokenizer_digest: str, kernel_fingerprint: str | None
+) -> SamplingContext:
+    config = model.config.to_json_string(use_diff=False)
+    return SamplingContext(
+        temperature=temperature,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        log_prob_mode="processed",
+        engine="TransformersEngine",
+        engine_version=transformers.__version__,
+        kernel_fingerprint=kernel_fingerprint or f"native-torch-{torch.__version__}",
+        dtype=str(model.dtype).removeprefix("torch."),
+        tensor_parallel_size=1,
+        model_digest=hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),
+        tokenizer_digest=tokenizer_digest,
+    )
