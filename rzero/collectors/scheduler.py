@@ -156,9 +156,18 @@ class CreditScheduler(Scheduler):
         require_int(self, "nominal_lag", nominal_lag, least=0)
         if not isinstance(order, Order):
             raise TypeError(f"CreditScheduler: order must be an Order, got {type(order).__name__}")
-        self.nominal_lag = nominal_lag
+        self._nominal_lag = nominal_lag
         self.order = order
-        self.capacity = (nominal_lag + 1) * groups_per_batch
+
+    @property
+    def nominal_lag(self) -> int:
+        """S."""
+        return self._nominal_lag
+
+    @property
+    def capacity(self) -> int:
+        """(S + 1) * P groups."""
+        return (self._nominal_lag + 1) * self.groups_per_batch
 
     @property
     def hard_bound(self) -> float:
@@ -232,7 +241,16 @@ class SlotScheduler(Scheduler):
         require_int(self, "in_flight", in_flight, least=1)
         self.queue = queue
         self.in_flight = in_flight
-        self.nominal_lag = queue
+
+    @property
+    def nominal_lag(self) -> int:
+        """Q, the number by which such runs are named."""
+        return self.queue
+
+    @property
+    def capacity(self) -> int:
+        """Q * P + C groups; those being trained on do not count here."""
+        return self.queue * self.groups_per_batch + self.in_flight
 
     @property
     def hard_bound(self) -> float:

@@ -37,6 +37,16 @@ class Scheduler(ABC):
     def hard_bound(self) -> float:
         """No group is ever trained on with a larger start lag: an int, or `math.inf` if there is no bound."""
 
+    @property
+    @abstractmethod
+    def nominal_lag(self) -> int:
+        """The configured lag, which is not the measured one."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Most groups that can be in work, from admission until they give their room back."""
+
     @abstractmethod
     def _room(self) -> int:
         """How many more groups may start now."""

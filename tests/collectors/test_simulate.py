@@ -1,0 +1,445 @@
+"""The simulator against closed forms, hand-made traces and an independent processor-sharing loop."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rzero.collectors.lag import LagReport
+from rzero.collectors.scheduler import CreditScheduler, SlotScheduler, finished_first, strict, windowed
+from rzero.collectors.simulate import Workload, compare_with_synchronous, simulate
+from rzero.collectors.simulate_engine import VirtualEngine
+from rzero.collectors.simulate_laws import (
+    constant_length,
+    constant_rate,
+    empirical_length,
+    exponential_length,
+    lognormal_length,
+    measured_rate,
+    step_rate,
+)
+
+P = 32
+TOKENS = 1000
+
+
+def one_second_updates(*, response_updates: float, cv: float = 0.0, **others) -> Workload:
+    """Updates of one second, and responses that last `response_updates` seconds on average."""
+    lengths = lognormal_length(TOKENS, cv=cv) if cv else constant_length(TOKENS)
+    rate = constant_rate(TOKENS / response_updates)
+    return Workload(length_law=lengths, rate_law=rate, train_seconds=lambda tokens: 1.0, **others)
+
+
+def statistics(run) -> dict:
+    return run.lag.to_dict()
+
+
+# Closed forms. All times in updates: train time 1, g = generation time / training time per batch, C / B = c.
+#
+# Slot queue, trainer-bound. At each take Q * P groups are released or about to be and C are in flight, so by
+# Little's law a group starts Q + c takes before its own. In flight it is drawn for r = g * c on average: C
+# groups at r updates each make P per g updates. Its tokens are drawn on average r / 2 after the start;
+# versions are whole numbers while tokens are spread out, which gives back 1 / 2 unless r is short:
+#     start = Q + c,   token-mean = Q + c * (1 - g / 2) + 1 / 2.
+# Exactly, a group starts when the learner takes a batch, so a token drawn t after the start loses floor(t):
+#     token-mean = Q + c - E[integral of floor(t) dt from 0 to r, over r].
+# A response of r updates waits Q + c - g * c and is drawn for r, so its start lag is that sum. Per token,
+# responses count by their length, E[r^2] / E[r] = g * c * (1 + cv^2), of which tokens lose half:
+#     per token = Q + c * (1 - g + g * (1 + cv^2) / 2) + 1 / 2.
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize(
+    ("queue", "in_flight", "g"),
+    [(8, 2, 0.9), (8, 4, 0.5), (8, 4, 0.9), (2, 2, 0.75), (2, 4, 0.9)],
+)
+def test_slot_queue_trainer_bound(queue, in_flight, g, cv):
+    scheduler = SlotScheduler(queue=queue, in_flight=in_flight * P, groups_per_batch=P)
+    workload = one_second_updates(response_updates=g * in_flight, cv=cv)
+    # The queue fills by 1 / g - 1 batches per update before it is trainer-bound.
+    warmup = 20 + math.ceil((queue + in_flight) / (1 / g - 1))
+    run = simulate(scheduler, workload, updates=300, warmup=warmup)
+    lag = statistics(run)
+    assert lag["start"]["per_response"]["mean"] == pytest.approx(queue + in_flight, abs=0.05)
+    expected = queue + in_flight * (1 - g / 2) + 0.5
+    assert lag["token_mean"]["per_response"]["mean"] == pytest.approx(expected, abs=0.15)
+    assert run.step_seconds == pytest.approx(1.0, abs=1e-3)
+    assert run.learner["idle"] == pytest.approx(0.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(("queue", "cv"), [(8, 0.0), (8, 0.8), (2, 0.3)])
+def test_slot_queue_near_balance(queue, cv):
+    # g = 0.95, B = 128, C = 512: the published nominal 8 and its 10.5 (formula 10.6; nominal 2: 4.6).
+    scheduler = SlotScheduler(queue=queue, in_flight=512, groups_per_batch=128)
+    run = simulate(scheduler, one_second_updates(response_updates=3.8, cv=cv), updates=150, warmup=250)
+    lag = statistics(run)
+    assert lag["start"]["per_response"]["mean"] == pytest.approx(queue + 4, abs=0.05)
+    assert lag["token_mean"]["per_response"]["mean"] == pytest.approx(queue + 2.6, abs=0.15)
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_slot_queue_exactly_when_every_start_is_a_take(in_flight, cv):
+    scheduler = SlotScheduler(queue=4, in_flight=in_flight * P, groups_per_batch=P)
+    workload = one_second_updates(response_updates=0.5 * in_flight, cv=cv)
+    lag = statistics(simulate(scheduler, workload, updates=300))
+    r = workload.length_law(np.random.default_rng(1), 200_000) / TOKENS * 0.5 * in_flight
+    whole = np.floor(r)
+    lost = (whole * (whole - 1) / 2 + whole * (r - whole)) / r
+    assert lag["start"]["per_response"]["mean"] == pytest.approx(4 + in_flight, abs=0.05)
+    expected = 4 + in_flight - lost.mean()
+    assert lag["token_mean"]["per_response"]["mean"] == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize("cv", [0.3, 0.5])
+def test_slot_queue_per_token_counts_long_responses_more(cv):
+    scheduler = SlotScheduler(queue=8, in_flight=4 * P, groups_per_batch=P)
+    run = simulate(scheduler, one_second_updates(response_updates=3.6, cv=cv), updates=400, warmup=150)
+    expected = 8 + 4 * (1 - 0.9 + 0.9 * (1 + cv**2) / 2) + 0.5
+    assert statistics(run)["token_mean"]["per_token"]["mean"] == pytest.approx(expected, abs=0.15)
+
+
+def test_generation_bound_lag_ignores_the_queue():
+    means = []
+    for queue in (2, 8):
+        scheduler = SlotScheduler(queue=queue, in_flight=4 * P, groups_per_batch=P)
+        run = simulate(scheduler, one_second_updates(response_updates=6.0, cv=0.3), updates=200, warmup=100)
+        means.append(run.lag.means()["start"])
+        assert run.learner["idle"] == pytest.approx(1 - 1 / 1.5, abs=0.01)  # g = 6 / 4 = 1.5
+    assert means[0] == pytest.approx(means[1], abs=0.02)
+    assert 4.5 <= means[0] <= 4.9
+
+
+@pytest.mark.parametrize("nominal_lag", [1, 2, 8])
+@pytest.mark.parametrize(
+    "order", [strict(), windowed(0.3), finished_first()], ids=["strict", "f0.3", "first"]
+)
+def test_credits_mean_start_lag_is_nominal_in_any_order(nominal_lag, order):
+    # After each take S * P groups are left, so by Little's law the mean is S; only tail and speed differ.
+    scheduler = CreditScheduler(nominal_lag=nominal_lag, groups_per_batch=P, order=order)
+    run = simulate(scheduler, one_second_updates(response_updates=0.8, cv=0.8), updates=300)
+    start = statistics(run)["start"]["per_response"]
+    assert start["mean"] == pytest.approx(nominal_lag, abs=0.05)
+    assert start["max"] <= scheduler.hard_bound
+
+
+def test_a_hard_bound_is_paid_for_in_speed():
+    # The design notes' table: B = 64, S = 8, responses of two updates, cv 0.8: 1.53, 1.28 (max 11), 1.00.
+    def step_and_max(order):
+        scheduler = CreditScheduler(nominal_lag=8, groups_per_batch=64, order=order)
+        run = simulate(scheduler, one_second_updates(response_updates=2.0, cv=0.8), updates=200)
+        return run.step_seconds, statistics(run)["start"]["per_response"]["max"]
+
+    step, largest = step_and_max(strict())
+    assert step == pytest.approx(1.53, rel=0.06) and largest == 8
+    step, largest = step_and_max(windowed(0.3))
+    assert step == pytest.approx(1.28, rel=0.06) and largest == 11
+    step, largest = step_and_max(finished_first())
+    assert step == pytest.approx(1.0, abs=1e-3) and largest > 15
+
+
+@pytest.mark.parametrize("nominal_lag", [0, 1, 2])
+def test_no_token_is_older_than_the_strict_bound(nominal_lag):
+    """Fault 2 of the field notes, with everything switched on that could make a response older."""
+    scheduler = CreditScheduler(nominal_lag=nominal_lag, groups_per_batch=4, order=strict())
+    workload = one_second_updates(
+        response_updates=2.0,
+        cv=1.5,
+        group_size=2,
+        engines=3,
+        publish_seconds=0.4,
+        pause_seconds=0.1,
+        overlap_publish=True,
+        evaluate_every=7,
+        evaluation_seconds=3.0,
+        reward_seconds=0.3,
+        filter_probability=0.2,
+        fail_probability=0.1,
+        engine_failure_seconds=40.0,
+        repair_seconds=5.0,
+    )
+    run = simulate(scheduler, workload, updates=150, warmup=0)
+    assert statistics(run)["start"]["per_token"]["max"] <= nominal_lag
+
+
+def test_synchronous_is_exactly_lag_zero_and_takes_the_sum():
+    scheduler = CreditScheduler(nominal_lag=0, groups_per_batch=P, order=finished_first())
+    workload = one_second_updates(response_updates=2.5, publish_seconds=0.25)
+    run = simulate(scheduler, workload, updates=20)
+    lag = statistics(run)
+    assert lag["start"]["per_token"]["histogram"] == [20 * P * TOKENS]
+    assert lag["token_mean"]["per_token"]["histogram"] == [20 * P * TOKENS]
+    assert run.step_seconds == pytest.approx(2.5 + 1.0 + 0.25)
+    assert run.learner == pytest.approx({"train": 1 / 3.75, "publish": 0.25 / 3.75, "idle": 2.5 / 3.75})
+    assert run.engines["busy"] == pytest.approx(2.5 / 3.75)
+    assert run.tokens_per_second == pytest.approx(P * TOKENS / 3.75)
+
+
+def test_speed_up_over_synchronous_of_the_same_inputs():
+    # Sampling 0.8, training 1: the sum against the larger one.
+    scheduler = CreditScheduler(nominal_lag=2, groups_per_batch=P, order=strict())
+    comparison = compare_with_synchronous(scheduler, one_second_updates(response_updates=0.8), updates=20)
+    assert comparison.synchronous.step_seconds == pytest.approx(1.8)
+    assert comparison.run.step_seconds == pytest.approx(1.0)
+    assert comparison.speed_up == pytest.approx(1.8)
+
+
+@pytest.mark.parametrize(
+    ("publish_seconds", "overlap", "step"), [(0.5, False, 1.5), (0.5, True, 1.0), (1.7, True, 1.0)]
+)
+def test_publishing_costs_the_learner_only_without_overlap(publish_seconds, overlap, step):
+    scheduler = CreditScheduler(nominal_lag=8, groups_per_batch=P, order=strict())
+    workload = one_second_updates(
+        response_updates=1.0, publish_seconds=publish_seconds, overlap_publish=overlap
+    )
+    run = simulate(scheduler, workload, updates=40)
+    assert run.step_seconds == pytest.approx(step)
+    assert run.learner["publish"] == pytest.approx(0.0 if overlap else 1 / 3)
+
+
+def test_engines_stand_still_for_swaps_and_evaluations():
+    scheduler = CreditScheduler(nominal_lag=8, groups_per_batch=P, order=strict())
+    workload = one_second_updates(
+        response_updates=1.0,
+        publish_seconds=0.5,
+        pause_seconds=0.1,
+        evaluate_every=5,
+        evaluation_seconds=0.75,
+    )
+    run = simulate(scheduler, workload, updates=40)
+    assert run.step_seconds == pytest.approx(1.5)
+    # Per update 0.1 s of swapping, and every fifth time 0.75 s of evaluation.
+    assert run.engines["held"] == pytest.approx((0.1 + 0.75 / 5) / 1.5)
+    assert sum(run.engines[name] for name in ("busy", "idle", "held", "down")) == pytest.approx(1.0)
+
+
+def test_failures_and_filters_lose_nothing():
+    scheduler = CreditScheduler(nominal_lag=2, groups_per_batch=8, order=windowed(0.3))
+    workload = one_second_updates(
+        response_updates=0.5,
+        cv=0.8,
+        engines=4,
+        group_size=4,
+        filter_probability=0.3,
+        fail_probability=0.1,
+        engine_failure_seconds=30.0,
+        repair_seconds=3.0,
+    )
+    run = simulate(scheduler, workload, updates=300, warmup=0)
+    counts = run.counts
+    left = counts["accepted"] + counts["filtered"] + counts["failed"] + counts["running"]
+    assert counts["submitted"] == left
+    assert counts["trained"] == 301 * 8  # the batch that ends the measurement included
+    complete = counts["accepted"] + counts["filtered"] + counts["failed"]
+    assert counts["filtered"] / complete == pytest.approx(0.3, abs=0.04)
+    assert counts["failed"] / complete > 0.09
+    assert run.engines["down"] == pytest.approx(3 / 33, abs=0.04)
+    assert run.lag.responses == 300 * 8 * 4
+
+
+def test_engine_slots_limit_the_concurrency_and_share_the_load():
+    scheduler = CreditScheduler(nominal_lag=3, groups_per_batch=P, order=finished_first())
+    workload = one_second_updates(response_updates=1.0, engines=4, group_size=2, engine_slots=6)
+    run = simulate(scheduler, workload, updates=30)
+    # 4 engines of 3 groups each: 12 groups per second, 32 / 12 seconds for a batch.
+    assert run.engines["concurrency"] == pytest.approx(6.0, abs=0.01)
+    assert run.step_seconds == pytest.approx(32 / 12, rel=0.01)
+
+
+def test_training_time_may_depend_on_tokens():
+    scheduler = CreditScheduler(nominal_lag=4, groups_per_batch=P, order=finished_first())
+    workload = Workload(
+        length_law=constant_length(10),
+        rate_law=constant_rate(1000),
+        train_seconds=lambda tokens: 0.5 + tokens / 640,
+        group_size=2,
+    )
+    assert simulate(scheduler, workload, updates=10).step_seconds == pytest.approx(0.5 + 1.0)
+
+
+def test_one_seed_one_run():
+    def run(seed):
+        scheduler = SlotScheduler(queue=2, in_flight=P, groups_per_batch=P)
+        workload = one_second_updates(response_updates=0.9, cv=0.8, fail_probability=0.1)
+        return simulate(scheduler, workload, updates=20, seed=seed).to_dict()
+
+    assert run(0) == run(0) != run(1)
+    assert json.loads(json.dumps(run(0))) == run(0)
+
+
+def test_a_prediction_goes_beside_a_measurement():
+    scheduler = CreditScheduler(nominal_lag=1, groups_per_batch=P, order=strict())
+    run = simulate(scheduler, one_second_updates(response_updates=0.5), updates=20)
+    measured = LagReport(nominal_lag=1, predicted=run.lag.means())
+    assert measured.to_dict()["predicted"]["start"] == 1.0
+
+
+# The engine.
+
+
+def test_a_swap_after_token_two_of_five():
+    """Fault 1 of the field notes: engine at 3, swap to 4 after token 2 of 5."""
+    engine = VirtualEngine(rate_law=constant_rate(10.0), version=3)
+    engine.start(0, 5)
+    engine.advance(0.2)
+    engine.swap(4)
+    assert engine.next_end() == pytest.approx(0.5)
+    engine.advance(0.5)
+    assert engine.pop_ended() == [(0, [3, 4], [2, 3])]
+
+
+def test_a_swap_between_tokens_and_versions_that_draw_nothing():
+    engine = VirtualEngine(rate_law=constant_rate(10.0), version=0)
+    engine.start(7, 4)
+    # Token 2 is under way at 0.15 s: it is drawn by version 2. Version 1 draws nothing.
+    engine.advance(0.15)
+    engine.swap(1)
+    engine.swap(2)
+    engine.advance(0.4)
+    engine.swap(3)
+    assert engine.pop_ended() == [(7, [0, 2], [1, 3])]
+
+
+def test_a_held_engine_stands_still_until_every_hold_is_gone():
+    engine = VirtualEngine(rate_law=constant_rate(10.0), version=0)
+    engine.start(0, 10)
+    engine.hold()
+    engine.hold()
+    engine.advance(5.0)
+    engine.let_go()
+    assert engine.next_end() == math.inf
+    engine.advance(6.0)
+    engine.let_go()
+    assert engine.next_end() == 7.0
+    assert engine.seconds["held"] == 6.0
+
+
+ARRIVALS = st.lists(
+    st.tuples(st.floats(0.0, 20.0), st.integers(1, 40)),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda pair: pair[0],
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(ARRIVALS, st.floats(0.0, 0.1))
+def test_processor_sharing_equals_a_naive_loop(arrivals, sequence_seconds):
+    law = step_rate(step_seconds=0.1, sequence_seconds=sequence_seconds)
+    arrivals = sorted(arrivals)
+    engine, ends = VirtualEngine(rate_law=law, version=0), {}
+    waiting = list(enumerate(arrivals))
+    while waiting or engine.concurrency:
+        arrival = waiting[0][1][0] if waiting else math.inf
+        if arrival <= engine.next_end():
+            ticket, (time, length) = waiting.pop(0)
+            engine.advance(time)
+            engine.start(ticket, length)
+            continue
+        engine.advance(engine.next_end())
+        for ticket, versions, counts in engine.pop_ended():
+            assert (versions, counts) == ([0], [arrivals[ticket][1]])
+            ends[ticket] = engine.now
+    assert ends == pytest.approx(naive_ends(arrivals, law), abs=1e-4)
+
+
+def naive_ends(arrivals: list[tuple[float, int]], law) -> dict[int, float]:
+    """Keeps the remaining tokens of every sequence and subtracts them piece by piece."""
+    now, remaining, ends = 0.0, {}, {}
+    waiting = dict(enumerate(arrivals))
+    while waiting or remaining:
+        until_arrival = min((time for time, _ in waiting.values()), default=math.inf) - now
+        rate = law(len(remaining)) if remaining else 0.0
+        until_end = min(remaining.values()) / rate if remaining else math.inf
+        passed = min(until_arrival, until_end)
+        now += passed
+        remaining = {ticket: tokens - passed * rate for ticket, tokens in remaining.items()}
+        for ticket in [ticket for ticket, tokens in remaining.items() if tokens < 1e-7]:
+            ends[ticket] = now
+            del remaining[ticket]
+        for ticket in [ticket for ticket, (time, _) in waiting.items() if time <= now + 1e-12]:
+            remaining[ticket] = float(waiting.pop(ticket)[1])
+    return ends
+
+
+# Laws.
+
+
+def test_lengths_are_whole_positive_and_cut():
+    rng = np.random.default_rng(0)
+    for law in (
+        exponential_length(5, limit=9),
+        lognormal_length(5, cv=2.0, limit=9),
+        empirical_length([1, 9, 9]),
+        constant_length(9),
+    ):
+        lengths = law(rng, 2000)
+        assert lengths.dtype == np.int64 and lengths.shape == (2000,)
+        assert lengths.min() >= 1 and lengths.max() == 9
+
+
+def test_rates():
+    rate = step_rate(step_seconds=0.01, sequence_seconds=0.001)
+    assert [rate(1), rate(90)] == pytest.approx([1 / 0.011, 10.0])
+    rate = measured_rate([2, 4], [100.0, 50.0])
+    # Seconds per step: 0.01 at 2, 0.02 at 4, hence 0.015 at 3; held outside.
+    assert [rate(1), rate(2), rate(3), rate(9)] == pytest.approx([100.0, 100.0, 1 / 0.015, 50.0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: constant_length(0), "constant_length: tokens must be at least 1, got 0"),
+        (lambda: lognormal_length(10, cv=-1), "lognormal_length: cv must be at least 0, got -1"),
+        (lambda: exponential_length(math.nan), "exponential_length: mean must be at least 1, got nan"),
+        (lambda: empirical_length([3, 0]), "empirical_length: lengths must be at least one positive number"),
+        (lambda: empirical_length([]), "empirical_length: lengths must be at least one positive number"),
+        (lambda: constant_rate(0), "constant_rate: tokens_per_second must be positive, got 0"),
+        (lambda: step_rate(step_seconds=0, sequence_seconds=0), "nor both be 0, got 0 and 0"),
+        (lambda: measured_rate([2, 1], [1, 1]), "concurrency must rise and rates be positive"),
+        (lambda: measured_rate([1], [1, 1]), "must be lists of one length"),
+    ],
+)
+def test_impossible_laws_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"group_size": 0}, "group_size must be at least 1, got 0"),
+        ({"publish_seconds": -1}, "publish_seconds must be at least 0, got -1"),
+        ({"publish_seconds": math.nan}, "publish_seconds must be at least 0, got nan"),
+        ({"pause_seconds": 1.0}, r"pause_seconds must lie in \[0, publish_seconds = 0.0\], got 1.0"),
+        ({"group_size": 8, "engine_slots": 4}, "engine_slots must hold a group of 8, got 4"),
+        ({"filter_probability": 1.0}, r"filter_probability must lie in \[0, 1\), got 1.0"),
+        ({"engine_failure_seconds": 0.0}, "engine_failure_seconds must be positive, got 0.0"),
+    ],
+)
+def test_impossible_workloads_are_refused(setting, message):
+    with pytest.raises(ValueError, match=f"Workload: {message}"):
+        one_second_updates(response_updates=1.0, **setting)
+
+
+def test_runs_that_cannot_be_are_refused():
+    workload = one_second_updates(response_updates=1.0)
+    used = CreditScheduler(nominal_lag=0, groups_per_batch=1, order=strict())
+    used.admit()
+    with pytest.raises(ValueError, match="simulate: scheduler must be fresh"):
+        simulate(used, workload, updates=1)
+    for arguments in ({"updates": 0}, {"updates": 1, "warmup": -1}):
+        scheduler = CreditScheduler(nominal_lag=0, groups_per_batch=1, order=strict())
+        with pytest.raises(ValueError, match=r"simulate: (updates|warmup) must be at least"):
+            simulate(scheduler, workload, **arguments)
+
+
+def test_nobody_waits_for_ever():
+    # Fewer groups in flight than a batch needs would be no problem; engines that never live long enough are.
+    scheduler = CreditScheduler(nominal_lag=0, groups_per_batch=1, order=strict())
+    workload = one_second_updates(response_updates=1000.0, engine_failure_seconds=1.0)
+    with pytest.raises(RuntimeError, match=r"every update must come to its turn, got none since \d+ events"):
+        simulate(scheduler, workload, updates=1)
