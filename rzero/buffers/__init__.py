@@ -2,16 +2,20 @@
 
 from rzero.buffers.context import ContextTable, SamplingContext
 from rzero.buffers.digest import provenance_digest
+from rzero.buffers.faults import Fault, ProvenanceError
+from rzero.buffers.group_queue import Eviction
+from rzero.buffers.journal import JournalError
 from rzero.buffers.packing import PackedBatch, pack, unpack, validate
 from rzero.buffers.records import ROW_FIELDS, TOKEN_FIELDS, FinishCode, Rollout, make_rollout, segments
-from rzero.buffers.replay_buffer import Eviction, ProvenanceReplayBuffer
+from rzero.buffers.replay_buffer import ProvenanceReplayBuffer
 from rzero.buffers.samplers import (
     FifoGroupSampler,
     GroupSampler,
     OldestVersionFirstSampler,
     RandomGroupSampler,
 )
-from rzero.buffers.storage import Fault, TokenLogStorage
+from rzero.buffers.state import prefix_rank, strip_rank
+from rzero.buffers.storage import TokenLogStorage
 
 __all__ = [
     "ROW_FIELDS",
@@ -22,8 +26,10 @@ __all__ = [
     "FifoGroupSampler",
     "FinishCode",
     "GroupSampler",
+    "JournalError",
     "OldestVersionFirstSampler",
     "PackedBatch",
+    "ProvenanceError",
     "ProvenanceReplayBuffer",
     "RandomGroupSampler",
     "Rollout",
@@ -31,8 +37,10 @@ __all__ = [
     "TokenLogStorage",
     "make_rollout",
     "pack",
+    "prefix_rank",
     "provenance_digest",
     "segments",
+    "strip_rank",
     "unpack",
     "validate",
 ]

@@ -29,9 +29,7 @@ def encode(
         shape = list(value.shape) if isinstance(value, np.ndarray) else [sum(len(part) for part in parts)]
         size = sum(part.nbytes for part in parts)
         table[name] = [dtype.descr if dtype.names else dtype.str, shape, offset]
-        pieces += [
-            memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8)) for part in parts if part.size
-        ]
+        pieces += [np.ascontiguousarray(part).reshape(-1).view(np.uint8).data for part in parts if part.size]
         pieces.append(b"\0" * (-size % _ALIGN))
         offset += size + (-size % _ALIGN)
     head = json.dumps({"arrays": table, "note": note}, separators=(",", ":")).encode()
@@ -51,7 +49,7 @@ def decode(buffer: bytes | memoryview | np.ndarray) -> tuple[dict[str, np.ndarra
     Raises:
         ValueError: if the bytes are not such a message.
     """
-    view = memoryview(buffer)
+    view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
     try:
         (size,) = struct.unpack_from("<I", view)
         head = json.loads(bytes(view[4 : 4 + size]))

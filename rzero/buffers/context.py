@@ -59,15 +59,14 @@ class SamplingContext:
     model_digest: str
     tokenizer_digest: str
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Check every field."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type is float and type(value) is int:
                 object.__setattr__(self, field.name, float(value))  # 1 and 1.0 are one law and one id.
             elif type(value) is not field.type:
-                raise TypeError(
-                    f"SamplingContext: {field.name} must be a {field.type.__name__}, got {value!r}"
-                )
+                raise TypeError(f"SamplingContext: {field.name} must be of type {field.type}, got {value!r}")
         rules = {
             "temperature": (0 < self.temperature < math.inf, "be positive and finite"),
             "top_p": (0 < self.top_p <= 1, "lie in (0, 1]"),
@@ -128,6 +127,7 @@ class ContextTable:
     """
 
     def __init__(self, path: str | Path | None = None):
+        """Read the file, if there is one."""
         self._path = None if path is None else Path(path)
         self._contexts: dict[int, SamplingContext] = {}
         if self._path is not None and self._path.exists():
@@ -152,7 +152,7 @@ class ContextTable:
             context = SamplingContext.from_json(json.dumps(content))
             if context.context_id != int(context_id):
                 raise ValueError(
-                    f"ContextTable.update: id must be the content's own {context.context_id}, got {context_id}"
+                    f"ContextTable.update: id must be {context.context_id} by its content, got {context_id}"
                 )
             self._contexts.setdefault(context.context_id, context)
 

@@ -74,7 +74,7 @@ def digest_rows(arrays: Sequence[np.ndarray], starts: Sequence[int], stops: Sequ
     Returns:
         int64 ``[B, 2]``.
     """
-    tokens, log_probs, versions = (memoryview(array) for array in arrays)
+    tokens, log_probs, versions = (array.data for array in arrays)
     out = bytearray()
     for start, stop in zip(starts, stops, strict=True):
         state = hashlib.blake2b(tokens[start:stop], digest_size=16)

@@ -10,8 +10,8 @@ _PENDING_LIMIT = 4096
 class IntervalSet:
     """Whole numbers that were seen, kept as disjoint intervals.
 
-    Ids that were handed out one after another cost nothing to remember, however long the run; scattered ones cost
-    16 bytes each, against about 60 in a Python set.
+    Ids that were handed out one after another cost nothing to remember, however long the run; scattered
+    ones cost 16 bytes each, against about 60 in a Python set.
 
     Example:
         >>> seen = IntervalSet()

@@ -17,8 +17,9 @@ class JournalError(RuntimeError):
 class Journal:
     """Records in the order in which they were acknowledged.
 
-    A record is written by appending, so a kill leaves a prefix of it at the end of the file; that prefix was never
-    acknowledged and is cut off on opening. Anything else that is unreadable is corruption and is an error.
+    A record is written by appending, so a kill leaves a prefix of it at the end of the file; that prefix
+    was never acknowledged and is cut off on opening. Anything else that is unreadable is corruption and is
+    an error.
 
     Args:
         path: the file; its directory exists.
@@ -61,7 +62,14 @@ class Journal:
 
     def append(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Write one record; when this returns, the record is acknowledged."""
-        self._write(self._file, pieces)
+        before = self.num_bytes
+        try:
+            self._write(self._file, pieces)
+        except OSError:
+            # What follows a half-written record would be unreadable.
+            self.num_bytes = before
+            os.ftruncate(self._file, before)
+            raise
         if self._sync:
             os.fsync(self._file)
 

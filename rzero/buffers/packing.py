@@ -1,12 +1,15 @@
 """Many responses in flat tensors, without padding."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
+from rzero.buffers.digest import PROVENANCE_FIELDS, digest_rows
 from rzero.buffers.records import ROW_FIELDS, TOKEN_FIELDS, Rollout, check_rows
 
 _INT32_MAX = torch.iinfo(torch.int32).max
@@ -15,9 +18,9 @@ _INT32_MAX = torch.iinfo(torch.int32).max
 class PackedBatch(TensorClass["nocast"]):
     """B responses with N tokens in all: flat token fields, row offsets, row fields.
 
-    Response b owns tokens ``cu_seqlens[b] : cu_seqlens[b + 1]`` of every token field. The fields mean what they
-    mean in `Rollout`. Construction checks dtypes and shapes; `validate` checks every value and every digest, and
-    whatever enters a buffer passes it.
+    Response b owns tokens ``cu_seqlens[b] : cu_seqlens[b + 1]`` of every token field. The fields mean what
+    they mean in `Rollout`. Construction checks dtypes and shapes; `validate` checks every value and every
+    digest, and whatever enters a buffer passes it.
 
     Args:
         token_ids: int32 ``[N]``.
@@ -39,8 +42,8 @@ class PackedBatch(TensorClass["nocast"]):
         t_first_ns: int64 ``[B]``.
         t_done_ns: int64 ``[B]``.
         digest: int64 ``[B, 2]``.
-        extras: further token fields ``[N]`` under names of their own, such as the learner's ``log_probs``; never
-            evidence. None if there are none.
+        extras: further token fields ``[N]`` under names of their own, such as the learner's ``log_probs``;
+            never evidence. None if there are none.
     """
 
     token_ids: Tensor
@@ -64,7 +67,8 @@ class PackedBatch(TensorClass["nocast"]):
     digest: Tensor
     extras: TensorDict | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Check the fields."""
         _check_layout(dict(self.items()))
 
     @property
@@ -91,19 +95,49 @@ def pack(rollouts: Sequence[Rollout]) -> PackedBatch:
         ValueError: if there is no response.
         TypeError: if an item is not a `Rollout`.
     """
-    if len(rollouts) == 0:
-        raise ValueError("pack: rollouts must hold at least one response, got none")
     records = []
     for rollout in rollouts:
         if not isinstance(rollout, Rollout):
             raise TypeError(f"pack: rollouts must hold Rollouts, got {type(rollout).__name__}")
         records.append(dict(rollout.items()))
-    lengths = [record["token_ids"].shape[0] for record in records]
-    return PackedBatch(
-        **{name: torch.cat([record[name] for record in records]) for name in TOKEN_FIELDS},
-        **{name: torch.stack([record[name] for record in records]) for name in (*ROW_FIELDS, "digest")},
-        cu_seqlens=offsets(lengths),
-    )
+    return _pack(records, "pack")
+
+
+def pack_fields(responses: Sequence[Mapping[str, Any]]) -> PackedBatch:
+    """Lay responses end to end that are plain mappings of the fields of `Rollout`.
+
+    This spares a producer of many responses the records. Values and digests are checked when the batch
+    enters a buffer, or by `validate`.
+
+    Args:
+        responses: at least one response; a row field is a number, or a tensor of its dtype.
+
+    Returns:
+        A batch that owns its memory.
+
+    Raises:
+        ValueError: if there is no response, or a field has another shape.
+        TypeError: if a field is missing or a tensor has another dtype.
+    """
+    return _pack(responses, "pack_fields")
+
+
+def _pack(records: Sequence[Mapping[str, Any]], caller: str) -> PackedBatch:
+    if len(records) == 0:
+        raise ValueError(f"{caller}: must have at least one response, got none")
+    fields: dict[str, Any] = {}
+    try:
+        for name in TOKEN_FIELDS:
+            fields[name] = torch.cat([record[name] for record in records])
+        fields["digest"] = torch.stack([record["digest"] for record in records])
+        for name, dtype in ROW_FIELDS.items():
+            values = [record[name] for record in records]
+            is_tensor = isinstance(values[0], Tensor)
+            fields[name] = torch.stack(values) if is_tensor else torch.tensor(values, dtype=dtype)
+    except KeyError as error:
+        raise TypeError(f"{caller}: every response must have the field {error}, got one without") from None
+    fields["cu_seqlens"] = offsets([len(record["token_ids"]) for record in records])
+    return PackedBatch(**fields)
 
 
 def unpack(batch: PackedBatch) -> list[Rollout]:
@@ -118,15 +152,13 @@ def unpack(batch: PackedBatch) -> list[Rollout]:
     Raises:
         ValueError: if a value or a digest does not hold.
     """
-    fields = dict(batch.items())
-    bounds = fields["cu_seqlens"].tolist()
-    return [
-        Rollout(
-            **{name: fields[name][start:stop].clone() for name in TOKEN_FIELDS},
-            **{name: fields[name][row].clone() for name in (*ROW_FIELDS, "digest")},
-        )
-        for row, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
-    ]
+    fields: dict[str, Any] = dict(batch.items())
+    rollouts = []
+    for row, (start, stop) in enumerate(pairwise(fields["cu_seqlens"].tolist())):
+        record: dict[str, Any] = {name: fields[name][start:stop].clone() for name in TOKEN_FIELDS}
+        record |= {name: fields[name][row].clone() for name in (*ROW_FIELDS, "digest")}
+        rollouts.append(Rollout(**record))
+    return rollouts
 
 
 def validate(batch: PackedBatch, *, caller: str = "validate") -> PackedBatch:
@@ -142,7 +174,7 @@ def validate(batch: PackedBatch, *, caller: str = "validate") -> PackedBatch:
     Raises:
         ValueError: naming the field, the uid and the token of the first violation.
     """
-    fields = dict(batch.items())
+    fields: dict[str, Any] = dict(batch.items())
     _check_layout(fields)
     check_rows(
         {name: fields[name].cpu().contiguous().numpy() for name in TOKEN_FIELDS},
@@ -153,6 +185,13 @@ def validate(batch: PackedBatch, *, caller: str = "validate") -> PackedBatch:
     return batch
 
 
+def digests_match(batch: PackedBatch) -> np.ndarray:
+    """Recompute every digest: bool ``[B]``, False where evidence changed since the response was drawn."""
+    columns = [batch.get(name).cpu().contiguous().numpy() for name in PROVENANCE_FIELDS]
+    bounds = batch.cu_seqlens.tolist()
+    return (digest_rows(columns, bounds[:-1], bounds[1:]) == batch.digest.cpu().numpy()).all(1)
+
+
 def offsets(lengths: Sequence[int] | np.ndarray) -> Tensor:
     """Turn B lengths into B + 1 offsets: int32, or int64 where int32 is too small."""
     bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
@@ -160,7 +199,7 @@ def offsets(lengths: Sequence[int] | np.ndarray) -> Tensor:
     return torch.from_numpy(bounds if bounds[-1] > _INT32_MAX else bounds.astype(np.int32))
 
 
-def _check_layout(fields: dict[str, Tensor]) -> None:
+def _check_layout(fields: Mapping[str, Any]) -> None:
     """Check dtypes, shapes and offsets of a packed batch."""
     expected = {**TOKEN_FIELDS, **ROW_FIELDS, "digest": torch.int64}
     for name, dtype in expected.items():

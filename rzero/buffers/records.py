@@ -1,6 +1,7 @@
 """The record of one sampled response, and the rules that make it evidence."""
 
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,14 +48,14 @@ ROW_FIELDS = {
 class Rollout(TensorClass["nocast", "frozen"]):
     """One response with its evidence. It exists only if it is complete and consistent.
 
-    Index t of every token field concerns token t, and the prompt is included. No field has a default, nothing is
-    cast or repaired, and every copy (`clone`, `to`, unpickling) is checked again. `make_rollout` takes plain
-    numbers for the row fields.
+    Index t of every token field concerns token t, and the prompt is included. No field has a default,
+    nothing is cast or repaired, and every copy (`clone`, `to`, unpickling) is checked again. `make_rollout`
+    takes plain numbers for the row fields.
 
     Args:
         token_ids: int32 ``[T]``, >= 0.
-        behavior_log_probs: float32 ``[T]`` nats, the probability with which the token was really drawn: finite and
-            <= 0 where ``response_mask`` is True, NaN elsewhere.
+        behavior_log_probs: float32 ``[T]`` nats, the probability with which the token was really drawn:
+            finite and <= 0 where ``response_mask`` is True, NaN elsewhere.
         response_mask: bool ``[T]``, True where a token was sampled; False on the whole prompt.
         policy_version: int32 ``[T]``, the weights that drew the token; -1 where nothing was sampled.
         uid: int64, unique in the run, >= 0 like all other ids.
@@ -96,12 +97,12 @@ class Rollout(TensorClass["nocast", "frozen"]):
     t_done_ns: Tensor
     digest: Tensor
 
-    def __post_init__(self):
-        fields = dict(self.items())
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        fields: dict[str, Any] = dict(self.items())
         length = _checked_length(fields)
         columns = {name: fields[name].cpu().contiguous().numpy() for name in TOKEN_FIELDS}
-        rows = {name: fields[name].cpu().numpy().reshape(1) for name in ROW_FIELDS}
-        rows["digest"] = fields["digest"].cpu().numpy().reshape(1, 2)
+        rows = {name: fields[name].cpu().numpy()[None] for name in (*ROW_FIELDS, "digest")}
         check_rows(columns, rows, np.array([0, length]), caller="Rollout")
 
 
@@ -159,9 +160,9 @@ def segments(rollout: Rollout) -> list[tuple[int, int, int]]:
         rollout: one response.
 
     Returns:
-        ``(start, end, version)`` for each maximal run of sampled tokens of one version; indices count from the
-        first token after the prompt. A response begun by version 3 and swapped to version 4 after its second token
-        gives ``[(0, 2, 3), (2, 5, 4)]``. Tokens that were not sampled belong to no segment.
+        ``(start, end, version)`` for each maximal run of sampled tokens of one version; indices count from
+        the first token after the prompt. A response begun by version 3 and swapped to version 4 after its
+        second token gives ``[(0, 2, 3), (2, 5, 4)]``. Tokens that were not sampled belong to no segment.
     """
     version = rollout.policy_version[int(rollout.prompt_length) :].cpu().numpy()
     edges = np.flatnonzero(np.diff(version)) + 1

@@ -1,31 +1,53 @@
 """The replay buffer: whole groups, each response used once, nothing altered, nothing lost in silence."""
 
-import threading
-import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers import ReplayBuffer
+from torchrl.envs.transforms import Compose, Transform
 
-from rzero.buffers.packing import PackedBatch, pack, validate
+from rzero.buffers.batch_maker import BatchMaker
+from rzero.buffers.context import ContextTable
+from rzero.buffers.group_queue import Eviction, GroupQueue
+from rzero.buffers.packing import PackedBatch, pack
 from rzero.buffers.records import Rollout
-from rzero.buffers.samplers import FifoGroupSampler, GroupSampler, OldestVersionFirstSampler
+from rzero.buffers.samplers import FifoGroupSampler, GroupSampler
+from rzero.buffers.state import State, from_tensors, read_state, write_state
 from rzero.buffers.storage import TokenLogStorage
+from rzero.buffers.write_once import WriteOnceReplayBuffer
 from rzero.buffers.writer import TokenLogWriter
 
 
-class Eviction(NamedTuple):
-    """A group that left without being used: its stored responses, and why."""
+class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
+    """Keeps responses with their evidence, and gives each complete group to the learner once.
 
-    group_id: int
-    reason: str
-    batch: PackedBatch
+    Args:
+        storage: an unused `TokenLogStorage`; one with a path continues what the path holds.
+        group_size: responses in each group.
+        groups_per_batch: groups in each sample; together they make one optimizer update.
+        capacity_updates: complete batches that may wait. Beyond that, the groups with the oldest weights are
+            evicted for the reason ``"capacity"``.
+        sampler: the order in which groups leave; by default first completed, first drawn.
+        timeout: seconds that `sample` waits, unless it is told otherwise.
+        prefetch: batches to prepare ahead of time in a thread. They count as stored until they are sampled.
+        transform: a TorchRL transform: its inverse runs on what is written, itself on what is sampled.
 
+    Raises:
+        ValueError: if a size is not positive.
 
-class ProvenanceReplayBuffer(ReplayBuffer):
-    """Stores responses with their evidence and gives each complete group to the learner once."""
+    Example:
+        >>> buffer = ProvenanceReplayBuffer(
+        ...     storage=TokenLogStorage(), group_size=4, groups_per_batch=2, capacity_updates=3
+        ... )
+        >>> buffer.reserve(41, 4)
+        >>> buffer.sample(timeout=0)
+        Traceback (most recent call last):
+            ...
+        TimeoutError: sample: 0 of 2 groups; oldest incomplete group 41 has 0 of 4, waiting 0.0 s
+    """
 
     def __init__(
         self,
@@ -36,157 +58,318 @@ class ProvenanceReplayBuffer(ReplayBuffer):
         capacity_updates: int,
         sampler: GroupSampler | None = None,
         timeout: float = 600.0,
+        prefetch: int = 0,
+        transform: Transform | Callable[[Any], Any] | None = None,
     ):
-        storage.bind(group_size)
+        """Take the storage over."""
+        for name, value, least in (
+            ("group_size", group_size, 1),
+            ("groups_per_batch", groups_per_batch, 1),
+            ("capacity_updates", capacity_updates, 1),
+            ("prefetch", prefetch, 0),
+        ):
+            if value < least:
+                raise ValueError(f"ProvenanceReplayBuffer: {name} must be at least {least}, got {value}")
+        self._store = storage.bind(group_size)
+        sampler = FifoGroupSampler() if sampler is None else sampler
         super().__init__(
             storage=storage,
-            sampler=FifoGroupSampler() if sampler is None else sampler,
+            sampler=sampler,
             writer=TokenLogWriter(),
             collate_fn=_identity,
+            transform=transform,
             batch_size=group_size * groups_per_batch,
         )
-        self.group_size, self.groups_per_batch = group_size, groups_per_batch
-        self.capacity_groups = capacity_updates * groups_per_batch
+        self.group_size, self.groups_per_batch, self.capacity_updates = (
+            group_size,
+            groups_per_batch,
+            capacity_updates,
+        )
+        self._queue = GroupQueue(storage, sampler, capacity_groups=capacity_updates * groups_per_batch)
         self._timeout = timeout
-        self._condition = threading.Condition(storage.lock)
-        self._stalest = OldestVersionFirstSampler()
-        self._evictions: list[Eviction] = []
-        self._error: BaseException | None = None
-        self._closed = False
+        self._maker = BatchMaker(
+            storage, self._queue, self._transformed, size=group_size * groups_per_batch, ahead=prefetch
+        )
+        with self._queue.changed:
+            self._maker.prepare_ahead()
+
+    @property
+    def contexts(self) -> ContextTable:
+        """The sampling contexts. Once one is interned, a response that names another is refused."""
+        return self._store.contexts
+
+    @property
+    def write_count(self) -> int:
+        """Responses that were ever stored."""
+        return self._store.ledger.admitted
 
     def reserve(self, group_id: int, size: int) -> None:
-        with self._condition:
-            self._check_open("reserve")
-            self.storage.reserve(group_id, size)
+        """Announce a group: its responses count as submitted and running until they arrive or fail.
 
-    def extend(self, data: Sequence[Rollout] | PackedBatch, *, update_priority: bool | None = None) -> Tensor:
-        batch = data if isinstance(data, PackedBatch) else pack(data)
-        if len(self.transform):
-            batch = self.transform.inv(batch)
+        Raises:
+            ValueError: if the id was used before, or the size is not the group size.
+        """
+        self._queue.check_open("reserve")
+        self._store.reserve(group_id, size)
+
+    def extend(
+        self,
+        data: Sequence[Rollout] | PackedBatch | TensorDictBase,
+        *,
+        update_priority: bool | None = None,
+    ) -> Tensor:
+        """Store responses, all or none; when this returns they are acknowledged.
+
+        Args:
+            data: responses, a batch of them, or a batch that came as a plain TensorDict from another process.
+            update_priority: must be None; there are no priorities.
+
+        Returns:
+            The places, int64 ``[B]``; empty if a transform withheld the data.
+
+        Raises:
+            ValueError: if a rule of `Rollout` is broken, a uid was stored before, or a group takes no more.
+            RuntimeError: after `close`; or if a whole capacity of evicted groups waits for `take_evicted`.
+            BaseException: what `abort` was given.
+        """
+        if update_priority is not None:
+            raise ValueError("extend: update_priority must be None, because groups have no priorities")
+        self._queue.check_open("extend")
+        batch: Any = _as_batch(data)
+        if self._has_transform:
+            batch = cast(Any, self.transform).inv(batch)
             if batch is None:
-                return torch.zeros((0, 1), dtype=torch.int64)
-        entry = self.storage.prepare(batch)
-        with self._condition:
-            self._check_open("extend")
-            index, completed = self.storage.admit(entry)
-            for group in completed:
-                self.sampler.admit(group)
-                self._stalest.admit(group)
-            self._evict_over_capacity()
-            self._condition.notify_all()
+                return torch.zeros(0, dtype=torch.int64)
+        index = self.writer.extend(batch)
+        with self._queue.changed:
+            self._queue.update()
+            self._maker.prepare_ahead()
         return index
 
-    def add(self, data: Rollout) -> Tensor:
-        return self.extend([data])
-
-    def fail(self, group_id: int, reason: str) -> None:
-        with self._condition:
-            group = self.storage.ledger.open.get(group_id)
-            if group is None:
-                raise ValueError(f"fail: group_id must name an incomplete group, got {group_id}")
-            if group.places:
-                self._evictions.append(Eviction(group_id, reason, self.storage.get(group.places)))
-            self.storage.fail(group_id, reason)
-
-    def evict(self, group_ids: Sequence[int], *, reason: str) -> None:
-        with self._condition:
-            for group_id in group_ids:
-                self.sampler.discard(group_id)
-                self._stalest.discard(group_id)
-                self._evictions.append(
-                    Eviction(group_id, reason, self.storage.get(self.storage.rows_of([group_id])))
-                )
-            self.storage.evict(group_ids, reason)
-
-    def take_evicted(self) -> list[Eviction]:
-        with self._condition:
-            taken, self._evictions = self._evictions, []
-            return taken
+    def add(self, data: Rollout) -> int:
+        """Store one response and return its place."""
+        return int(self.extend([data]))
 
     def sample(
         self, batch_size: int | None = None, return_info: bool = False, *, timeout: float | None = None
     ) -> Any:
-        size = self.batch_size if batch_size is None else batch_size
-        with self._condition:
-            self._wait(size, self._timeout if timeout is None else timeout)
-            index, info = self.sampler.sample(self.storage, size)
-            groups = info["group_id"].tolist()
-            for group_id in groups:
-                self._stalest.discard(group_id)
-            batch = validate(self.storage.get(index), caller="sample")
-            self.storage.consume(groups)
-        if len(self.transform):
-            batch = self.transform(batch)
-        info["index"] = index
-        return (batch, info) if return_info else batch
+        """Wait for whole groups, consume them and return them.
+
+        Args:
+            batch_size: responses, a multiple of the group size; by default ``group_size * groups_per_batch``.
+            return_info: return ``(batch, info)``, where info holds ``index`` and ``group_id``.
+            timeout: seconds to wait; 0 does not wait.
+
+        Returns:
+            A `PackedBatch` that owns its memory and whose digests were checked, or what the transform makes
+            of it.
+
+        Raises:
+            TimeoutError: saying what is missing, e.g. "7 of 8 groups; oldest incomplete group 41 has 3 of 4,
+                waiting 12.0 s".
+            ProvenanceError: if a stored byte changed. The group is evicted as ``"corrupt"``, the others stay.
+            RuntimeError: if the buffer is closed and too few groups are left.
+            BaseException: what `abort` was given.
+        """
+        size = self.group_size * self.groups_per_batch if batch_size is None else batch_size
+        found = self._maker.next(size, self._timeout if timeout is None else timeout)
+        if found is None:
+            raise RuntimeError(f"sample: the buffer is closed with {self._queue.missing(size)}")
+        return found if return_info else found[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches until the buffer is closed and the next one cannot be filled."""
+        while (found := self._maker.next(self.group_size * self.groups_per_batch, self._timeout)) is not None:
+            yield found[0]
+
+    def fail(self, group_id: int, reason: str) -> Eviction | None:
+        """Give an incomplete group up: its missing responses count as failed, those that arrived as evicted.
+
+        Returns:
+            What had arrived, or None.
+
+        Raises:
+            ValueError: if the group is not incomplete.
+        """
+        return self._queue.fail(group_id, reason)
+
+    def evict(self, group_ids: Sequence[int], reason: str) -> list[Eviction]:
+        """Remove complete groups unused, and return them.
+
+        Raises:
+            ValueError: if a group is not complete and waiting.
+        """
+        with self._queue.changed:
+            self._maker.recall()
+            for group_id in group_ids:
+                if group_id not in self._store.ledger.ready:
+                    raise ValueError(f"evict: group_ids must be complete and waiting, got {group_id}")
+            evictions = self._queue.evict(group_ids, reason)
+            self._maker.prepare_ahead()
+            return evictions
+
+    def stale_groups(self, min_version: int) -> list[int]:
+        """The complete groups that hold a token of weights older than ``min_version``, for `evict`."""
+        with self._queue.changed:
+            groups = (*self._store.ledger.ready.items(), *self._store.ledger.leased.items())
+            return [group_id for group_id, group in groups if group.version < min_version]
+
+    def take_evicted(self) -> list[Eviction]:
+        """The groups that left without being asked to: over capacity, or corrupt. Each is returned once."""
+        return self._queue.take_evicted()
+
+    def incomplete(self) -> dict[int, list[int]]:
+        """The groups that wait for responses, oldest first, with the sample indices that are missing."""
+        with self._queue.changed:
+            return {
+                group_id: sorted(set(range(self.group_size)) - group.indices)
+                for group_id, group in self._store.ledger.open.items()
+            }
+
+    def empty(self, empty_write_count: bool = True) -> list[Eviction]:
+        """Evict everything for the reason ``"emptied"``, fail what is incomplete, and return it all."""
+        with self._queue.changed:
+            self._maker.recall()
+            failed = [self._queue.fail(group_id, "emptied") for group_id in list(self._store.ledger.open)]
+            evicted = self._queue.evict(list(self._store.ledger.ready), "emptied")
+            return [*(eviction for eviction in failed if eviction is not None), *evicted]
 
     def close(self) -> None:
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
+        """Say that no more will come: `extend` is refused, and `sample` ends when complete groups run out."""
+        self._queue.close()
 
     def abort(self, exception: BaseException) -> None:
-        with self._condition:
-            self._error = self._error or exception
-            self._condition.notify_all()
+        """Raise a producer's exception in everybody who waits, at once, and in all later calls."""
+        self._queue.abort(exception)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Close, stop the prefetching thread and let go of the storage's path."""
+        self.close()
+        self._maker.shutdown()
+        self._store.close()
+        super().shutdown(timeout)
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Whether `sample` would return without waiting."""
+        with self._queue.changed:
+            size = self.group_size * self.groups_per_batch if batch_size is None else batch_size
+            return len(self._maker) > 0 or self._queue.ready(size)
 
     def stats(self) -> dict[str, int | float | bool]:
-        with self._condition:
-            book = self.storage.ledger
+        """Count everything, in responses unless the name says otherwise.
+
+        ``submitted = running + stored + consumed + evicted + failed`` always holds.
+        """
+        with self._queue.changed:
+            book = self._store.ledger
+            capacity = self.capacity_updates * self.groups_per_batch * self.group_size
             return {
-                "size": len(self.storage),
-                "write_count": self.write_count,
+                "size": book.stored,
+                "capacity": capacity,
+                "utilization": book.stored / capacity,
+                "write_count": book.admitted,
+                "prefetch_queue_size": len(self._maker),
+                "initialized": True,
                 "submitted": book.submitted,
                 "running": book.running,
                 "stored": book.stored,
                 "consumed": book.consumed,
                 "evicted": book.evicted.total(),
                 "failed": book.failed.total(),
-                "groups_ready": len(book.ready),
+                "groups_ready": len(book.ready) + len(book.leased),
                 "groups_incomplete": len(book.open),
+                "bytes": self._store.num_bytes,
                 **{f"evicted/{reason}": count for reason, count in book.evicted.items()},
                 **{f"failed/{reason}": count for reason, count in book.failed.items()},
             }
 
     def __len__(self) -> int:
-        return len(self.storage)
+        """How many responses are stored."""
+        return len(self._store)
 
-    def _wait(self, size: int, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while True:
-            if self._error is not None:
-                raise self._error
-            if self.sampler.can_sample(self.storage, size):
-                return
-            if self._closed:
-                raise RuntimeError(f"sample: the buffer is closed with {self._missing(size)}")
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise TimeoutError(f"sample: {self._missing(size)} after {timeout} s")
-            self._condition.wait(remaining)
+    def set_sampler(self, sampler: GroupSampler) -> GroupSampler:
+        """Change the order in which groups leave, and return the former sampler."""
+        with self._queue.changed:
+            self._maker.recall()
+            super().set_sampler(sampler)
+            former, self._queue.sampler = self._queue.sampler, sampler
+            self._queue.rebuild()
+            self._maker.prepare_ahead()
+            return former
 
-    def _missing(self, size: int) -> str:
-        text = f"{len(self.sampler)} of {size // self.group_size} groups"
-        book = self.storage.ledger
-        if book.open:
-            group_id, group = next(iter(book.open.items()))
-            waited = self.storage.now() - group.opened_at
-            text += (
-                f"; oldest incomplete group {group_id} has {len(group.places)} of {self.group_size}, "
-                f"waiting {waited:.1f} s"
-            )
-        return text
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is stored and counted, and the order to come, as nested plain tensors.
 
-    def _evict_over_capacity(self) -> None:
-        excess = len(self._stalest) - self.capacity_groups
-        if excess > 0:
-            self.evict(self._stalest.take(excess), reason="capacity")
+        Batches that are prepared ahead count as stored. Give each rank names of its own with `prefix_rank`
+        before torch.distributed.checkpoint sees them.
+        """
+        with self._queue.changed:
+            return {
+                "storage": self.storage.state_dict(),
+                **self._order(),
+                "transform": self.transform.state_dict(),
+            }
 
-    def _check_open(self, caller: str) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._closed:
-            raise RuntimeError(f"{caller}: the buffer is closed")
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Put a state in the place of everything that is stored.
+
+        Raises:
+            ValueError: if it has another layout or a digest does not hold; nothing has changed then.
+        """
+        with self._queue.changed:
+            self._load(from_tensors(state_dict["storage"]), state_dict)
+            self.transform.load_state_dict(state_dict["transform"])
+
+    def dumps(self, path: str | Path) -> None:
+        """Write everything to a directory; tokens stream to the file without a copy in memory."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._queue.changed:
+            state, order, transform = self._store.state(), self._order(), self.transform.state_dict()
+        also = {f"{part}.{name}": value.numpy() for part in order for name, value in order[part].items()}
+        if transform:
+            torch.save(transform, folder / "transform.pt")
+        write_state(state, folder / "buffer.bin", also=also)
+
+    def loads(self, path: str | Path) -> None:
+        """Put what `dumps` wrote in the place of everything that is stored. Nothing is unpickled."""
+        state, also = read_state(Path(path) / "buffer.bin")
+        order: dict[str, dict[str, Tensor]] = {"sampler": {}, "prepared": {}}
+        for name, value in also.items():
+            part, _, entry = name.partition(".")
+            order[part][entry] = torch.from_numpy(value.copy())
+        with self._queue.changed:
+            self._load(state, order)
+        if (Path(path) / "transform.pt").exists():
+            self.transform.load_state_dict(torch.load(Path(path) / "transform.pt", weights_only=True))
+
+    def _order(self) -> dict[str, dict[str, Tensor]]:
+        groups = torch.tensor(self._maker.prepared_groups(), dtype=torch.int64)
+        return {"sampler": self.sampler.state_dict(), "prepared": {"groups": groups}}
+
+    def _load(self, state: State, order: Mapping[str, Any]) -> None:
+        self._maker.recall()
+        self._store.load(state)
+        self.sampler.load_state_dict(order["sampler"])
+        self._queue.rebuild()
+        for groups in order["prepared"]["groups"].tolist():
+            self._maker.prepare_these(groups)
+        self._maker.prepare_ahead()
+
+    def _transformed(self, batch: PackedBatch) -> Any:
+        return self.transform(batch) if self._has_transform else batch
+
+    @property
+    def _has_transform(self) -> bool:
+        return len(cast(Compose, self.transform)) > 0
+
+
+def _as_batch(data: Sequence[Rollout] | PackedBatch | TensorDictBase) -> PackedBatch:
+    if isinstance(data, PackedBatch):
+        return data
+    if isinstance(data, TensorDictBase):
+        return PackedBatch.from_tensordict(data)
+    return pack(data)
 
 
 def _identity(data: Any) -> Any:

@@ -72,7 +72,7 @@ class RowTable:
         """All places that hold a row, int64, rising."""
         return np.flatnonzero(self._used)
 
-    def __getitem__(self, places: np.ndarray) -> np.ndarray:
+    def __getitem__(self, places: int | np.ndarray) -> np.ndarray:
         """The rows at these places, copied."""
         return self._rows[places]
 

@@ -23,8 +23,8 @@ class ReadyGroup(NamedTuple):
 class GroupSampler(Sampler):
     """Draws whole groups, each at most once. Abstract: a subclass is an order.
 
-    The buffer tells it which groups became complete (`admit`) and which were evicted (`discard`), so that drawing
-    costs the same however much is stored.
+    The buffer tells it which groups became complete (`admit`) and which were evicted (`discard`), so that
+    drawing costs the same however much is stored.
     """
 
     @abstractmethod
@@ -54,10 +54,10 @@ class GroupSampler(Sampler):
         return len(self) >= self._count(storage, batch_size)
 
     def sample(self, storage: "TokenLogStorage", batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Draw ``batch_size`` responses as whole groups.
+        """Draw ``batch_size`` responses as whole groups; the store leases them until they are consumed.
 
         Returns:
-            The rows, int64 ``[batch_size]``, and ``{"group_id": int64 [groups]}``.
+            Their places, int64 ``[batch_size]``, and ``{"group_id": int64 [groups]}``.
 
         Raises:
             RuntimeError: if too few groups are ready.
@@ -66,7 +66,7 @@ class GroupSampler(Sampler):
         if len(self) < count:
             raise RuntimeError(f"{type(self).__name__}.sample: needs {count} whole groups, got {len(self)}")
         groups = self.take(count)
-        return storage.rows_of(groups), {"group_id": torch.tensor(groups, dtype=torch.int64)}
+        return storage.store.lease(groups), {"group_id": torch.tensor(groups, dtype=torch.int64)}
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the order follows from what is stored."""
@@ -87,7 +87,7 @@ class GroupSampler(Sampler):
 
     @staticmethod
     def _count(storage: "TokenLogStorage", batch_size: int) -> int:
-        size = storage.group_size
+        size = storage.store.ledger.group_size
         if batch_size < 1 or batch_size % size:
             raise ValueError(
                 f"sample: batch_size must be a positive multiple of group_size {size}, got {batch_size}"

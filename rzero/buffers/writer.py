@@ -1,43 +1,41 @@
-"""The writer of TorchRL's buffer protocol, for a storage that chooses the places itself."""
+"""TorchRL's Writer for a storage that finds the places itself."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torchrl.data.replay_buffers.writers import Writer
 
 from rzero.buffers.packing import PackedBatch, pack
 from rzero.buffers.records import Rollout
+from rzero.buffers.storage import TokenLogStorage
 
 
 class TokenLogWriter(Writer):
-    """Appends whole batches; nothing is ever overwritten."""
+    """Appends; nothing is overwritten. It has no state: what was written follows from the store's ledger."""
 
-    def __init__(self):
-        super().__init__()
-        self._write_count = 0
+    def add(self, data: Rollout) -> int:
+        """Store one response and return its place."""
+        return int(self.extend([data]))
 
-    def add(self, data: Rollout) -> Tensor:
-        return self.extend([data])
+    def extend(self, data: PackedBatch | Sequence[Rollout]) -> Tensor:
+        """Store all responses or none, and return their places, int64 ``[B]``."""
+        return cast(TokenLogStorage, self._storage).append(
+            data if isinstance(data, PackedBatch) else pack(data)
+        )
 
-    def extend(self, data: Any) -> Tensor:
-        batch = data if isinstance(data, PackedBatch) else pack(data)
-        index, _ = self._storage.admit(self._storage.prepare(batch))
-        self._write_count += len(index)
-        return index
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def dumps(self, path: Any) -> None:
+        """Nothing."""
+
+    def loads(self, path: Any) -> None:
+        """Nothing."""
 
     def _empty(self, empty_write_count: bool = True) -> None:
-        if empty_write_count:
-            self._write_count = 0
-
-    def state_dict(self):
-        return {"write_count": torch.tensor(self._write_count)}
-
-    def load_state_dict(self, state_dict):
-        self._write_count = int(state_dict["write_count"])
-
-    def dumps(self, path):
-        torch.save(self.state_dict(), path)
-
-    def loads(self, path):
-        self.load_state_dict(torch.load(path, weights_only=True))
+        """Nothing."""

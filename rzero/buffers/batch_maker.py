@@ -1,0 +1,121 @@
+"""Making batches of leased groups, on demand or ahead of time."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from rzero.buffers.entry import restore_batch
+from rzero.buffers.faults import ProvenanceError
+from rzero.buffers.group_queue import GroupQueue, Lease
+from rzero.buffers.packing import digests_match
+from rzero.buffers.storage import TokenLogStorage
+
+
+class BatchMaker:
+    """Copies leased groups out, checks their digests and transforms them.
+
+    A batch that is prepared ahead of time is not consumed until it is handed out: a crash or a checkpoint in
+    between finds its groups stored.
+
+    Args:
+        storage: where the groups lie.
+        queue: where leases come from.
+        transform: what is done to each batch.
+        size: responses in a batch that is prepared ahead.
+        ahead: how many batches to prepare ahead.
+    """
+
+    def __init__(
+        self,
+        storage: TokenLogStorage,
+        queue: GroupQueue,
+        transform: Callable[[Any], Any],
+        *,
+        size: int,
+        ahead: int,
+    ):
+        """Start the thread, if there is something to prepare ahead."""
+        self._storage = storage
+        self._queue = queue
+        self._transform = transform
+        self._size = size
+        self._ahead = ahead
+        self._prepared: deque[tuple[Lease, Future[Any] | None]] = deque()
+        self._executor = ThreadPoolExecutor(1, "rzero-prefetch") if ahead else None
+
+    def __len__(self) -> int:
+        """How many batches are being prepared or wait."""
+        return len(self._prepared)
+
+    def next(self, size: int, timeout: float) -> tuple[Any, dict[str, Any]] | None:
+        """Wait for a batch, consume its groups and return it with its info; None if no more can come."""
+        with self._queue.changed:
+            self._queue.raise_error()
+            if self._prepared and size == self._size:
+                lease, future = self._prepared.popleft()
+            else:
+                lease, future = self._queue.wait(size, timeout), None
+        if lease is None:
+            return None
+        batch = self.make(lease) if future is None else future.result()
+        with self._queue.changed:
+            self._queue.consume(lease)
+            self.prepare_ahead()
+        return batch, {**lease.info, "index": lease.index}
+
+    def make(self, lease: Lease) -> Any:
+        """Make the batch of a lease; whatever goes wrong, the groups that are sound are given back.
+
+        Raises:
+            ProvenanceError: naming the responses that changed; their groups are evicted as ``"corrupt"``.
+        """
+        try:
+            batch = restore_batch(*self._storage.store.read(lease.index.numpy()))
+            broken = ~digests_match(batch)
+            if broken.any():
+                faults = self._storage.verify(lease.index[broken])
+                self._queue.drop(lease, np.unique(batch.group_id[broken]).tolist(), "corrupt")
+                raise ProvenanceError(
+                    f"sample: every digest must match, got another at uids {batch.uid[broken].tolist()}, "
+                    f"which were evicted as 'corrupt' with their groups: {faults}"
+                )
+            return self._transform(batch)
+        except BaseException:
+            self._queue.give_back(lease)
+            raise
+
+    def prepare_ahead(self) -> None:
+        """Start on the next batches whose groups are there; the caller holds the lock."""
+        while (
+            self._executor is not None and len(self._prepared) < self._ahead and self._queue.ready(self._size)
+        ):
+            self._submit(self._queue.take(self._size))
+
+    def prepare_these(self, groups: Sequence[int]) -> None:
+        """Prepare a batch of particular ready groups next; the caller holds the lock."""
+        self._submit(self._queue.take_these(groups))
+
+    def prepared_groups(self) -> list[list[int]]:
+        """The groups of the batches that are prepared, in order."""
+        return [lease.groups for lease, _ in self._prepared]
+
+    def recall(self) -> None:
+        """Give the groups of all prepared batches back; the caller holds the lock."""
+        while self._prepared:
+            lease, _ = self._prepared.popleft()
+            self._queue.give_back(lease)
+
+    def shutdown(self) -> None:
+        """Give everything back and stop the thread."""
+        with self._queue.changed:
+            self.recall()
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(cancel_futures=True)
+
+    def _submit(self, lease: Lease) -> None:
+        future = None if self._executor is None else self._executor.submit(self.make, lease)
+        self._prepared.append((lease, future))

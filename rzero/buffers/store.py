@@ -1,0 +1,360 @@
+"""The store itself: a token log, a row table and a ledger that change together, in memory or on disk."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rzero.buffers.context import ContextTable
+from rzero.buffers.disk import Disk
+from rzero.buffers.entry import Entry, extras_checksums
+from rzero.buffers.faults import Fault, find_faults
+from rzero.buffers.ledger import Ledger
+from rzero.buffers.row_table import RowTable, row_lengths
+from rzero.buffers.samplers import ReadyGroup
+from rzero.buffers.state import State
+from rzero.buffers.token_log import TokenLog
+
+
+class Store:
+    """Responses in whole groups, written once; every change is all or nothing, and journaled on a disk.
+
+    A change is checked, then its tokens are copied into the log, then it is journaled, then it becomes
+    visible. A kill before the journal record leaves no trace; a kill after it leaves the whole change.
+
+    Args:
+        group_size: responses in each group.
+        log: an empty token log.
+        extras: names of the log's columns that are not evidence.
+        directory: of the log's files; None in memory.
+        sync: flush every change to the device.
+        clock: seconds, for waiting times.
+        on_change: called, under the lock, with the places that were written; empty after a removal.
+
+    Raises:
+        RuntimeError: if another process or store has the directory open.
+        ValueError: if the directory holds a store of another layout.
+        JournalError: if an acknowledged change can no longer be read.
+    """
+
+    def __init__(
+        self,
+        group_size: int,
+        *,
+        log: TokenLog,
+        extras: Sequence[str] = (),
+        directory: Path | None = None,
+        sync: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[np.ndarray], None] = lambda places: None,
+    ):
+        """Open the directory, if any, and read back what it holds."""
+        self.changed = threading.Condition(threading.RLock())
+        self.ledger = Ledger(group_size)
+        self.clock = clock
+        self.contexts = ContextTable(None if directory is None else directory / "contexts.json")
+        self._log = log
+        self._table = RowTable()
+        self._extras = tuple(extras)
+        self._sync = sync
+        self._on_change = on_change
+        self._completed: list[ReadyGroup] = []
+        self._disk: Disk | None = None
+        if directory is not None:
+            layout = {"columns": self._columns(), "chunk_tokens": log.chunk_tokens, "group_size": group_size}
+            disk = Disk(directory, layout=layout, sync=sync)
+            try:
+                self._recover(disk)
+            except BaseException:
+                disk.close()
+                raise
+            self._disk = disk
+            self._snapshot()
+
+    def __len__(self) -> int:
+        """How many responses are stored."""
+        return len(self._table)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all chunks that are held."""
+        return self._log.num_bytes
+
+    def close(self) -> None:
+        """Let go of the directory; changes are refused from here on."""
+        with self.changed:
+            if self._disk is not None:
+                self._disk.close()
+
+    def admit(self, entry: Entry) -> np.ndarray:
+        """Store all responses of an entry or none; they are acknowledged when this returns.
+
+        Returns:
+            Their places, int64 ``[B]``.
+
+        Raises:
+            ValueError: if a uid is not new, a group takes no more, or a context is unknown.
+        """
+        rows = entry.rows
+        with self.changed:
+            self.ledger.check_admit(rows)
+            self._check_contexts(rows)
+            rows["chunk"], rows["start"] = self._log.append(entry.columns, entry.cu_seqlens)
+            try:
+                if self._sync:
+                    self._log.flush(rows["chunk"])
+                self._record("admit", {"rows": rows})
+            except BaseException:
+                self._log.release(rows["chunk"])
+                raise
+            places = self._admit(rows)
+            self._compact_if_large()
+            self._on_change(places)
+            self.changed.notify_all()
+            return places
+
+    def reserve(self, group_id: int, size: int) -> None:
+        """Open a group. Raises ValueError if its id is not new or its size is not the group size."""
+        with self.changed:
+            self.ledger.check_reserve(group_id, size)
+            self._record("reserve", {"groups": np.array([group_id], np.int64)})
+            self.ledger.reserve(group_id, now=self.clock())
+
+    def lease(self, group_ids: Sequence[int]) -> torch.Tensor:
+        """Take ready groups aside for a batch, and return the places of their rows, int64. Not journaled."""
+        with self.changed:
+            return torch.tensor(self.ledger.lease(group_ids), dtype=torch.int64)
+
+    def give_back(self, group_ids: Sequence[int]) -> list[ReadyGroup]:
+        """Make leased groups ready again."""
+        with self.changed:
+            return self.ledger.give_back(group_ids)
+
+    def consume(self, group_ids: Sequence[int]) -> None:
+        """Close leased groups as used."""
+        self._close("consume", group_ids, "")
+
+    def evict(self, group_ids: Sequence[int], reason: str) -> None:
+        """Close ready or leased groups unused."""
+        self._close("evict", group_ids, reason)
+
+    def fail(self, group_id: int, reason: str) -> None:
+        """Close an incomplete group."""
+        self._close("fail", [group_id], reason)
+
+    def annotate(self, uids: np.ndarray, name: str, values: np.ndarray) -> None:
+        """Write an extra column of stored responses, end to end; see `TokenLogStorage.annotate`."""
+        with self.changed:
+            places = self._places_of(uids)
+            rows = self._table[places]
+            if busy := self.ledger.leased.keys() & set(rows["group_id"].tolist()):
+                raise ValueError(
+                    f"annotate: uids must not be in a batch, got group {min(busy)}, which is sampled"
+                )
+            size = int(row_lengths(rows).sum())
+            if values.shape != (size,):
+                raise ValueError(f"annotate: values must have shape {(size,)}, got {values.shape}")
+            lengths = row_lengths(rows)
+            self._record(
+                "annotate", {"uids": rows["uid"].copy(), "lengths": lengths, "values": values}, name=name
+            )
+            for place, part in zip(places.tolist(), np.split(values, np.cumsum(lengths)[:-1]), strict=True):
+                self._annotate(place, name, part)
+            self._compact_if_large()
+
+    def take_completed(self) -> list[ReadyGroup]:
+        """The groups that became ready since the last call."""
+        with self.changed:
+            taken, self._completed = self._completed, []
+            return taken
+
+    def places(self) -> np.ndarray:
+        """Where all stored rows are, int64, rising."""
+        with self.changed:
+            return self._table.places()
+
+    def has(self, places: np.ndarray) -> np.ndarray:
+        """Which places hold a row, bool."""
+        with self.changed:
+            return self._table.has(places)
+
+    def read(self, places: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Copy the token columns, end to end, and the rows at these places.
+
+        Raises:
+            IndexError: if nothing is stored at a place, or no place is asked for.
+        """
+        with self.changed:
+            if len(places) == 0 or not self._table.has(places).all():
+                raise IndexError(f"TokenLogStorage: index must name stored rows, got {places[:8].tolist()}")
+            rows = self._table[places]
+            views = self._log.views(rows["chunk"], rows["start"], row_lengths(rows))
+        # Copied without the lock: what was written once stays as it is, also if it is released meanwhile.
+        return {name: np.concatenate(pieces) for name, pieces in views.items()}, rows
+
+    def verify(self, places: np.ndarray | None = None) -> list[Fault]:
+        """Check rows, or all, against their checksums, one chunk at a time so that nobody waits long."""
+        places = self.places() if places is None else places
+        with self.changed:
+            chunks = np.unique(self._rows(places)["chunk"]).tolist()
+        faults = []
+        for chunk in chunks:
+            with self.changed:
+                rows = self._rows(places)
+                faults += find_faults(self._log, chunk, rows[rows["chunk"] == chunk])
+        return faults
+
+    def state(self) -> State:
+        """Everything that is stored. Evidence, which cannot change, is shared; extras are copied."""
+        with self.changed:
+            rows = self._table[self._table.places()]
+            rows = rows[np.lexsort((rows["start"], rows["chunk"]))]
+            columns = {name: [np.empty(0, dtype)] for name, dtype in self._log.fields.items()}
+            if len(rows):
+                columns = self._log.views(rows["chunk"], rows["start"], row_lengths(rows))
+                columns |= {name: [np.concatenate(columns[name])] for name in self._extras}
+            arrays, counts = self.ledger.to_arrays()
+            note = {"ledger": counts, "layout": self._state_layout(), "contexts": self.contexts.to_json()}
+            return State(columns, {"rows": rows, **arrays}, note)
+
+    def load(self, state: State) -> None:
+        """Put a state in the place of everything that is stored.
+
+        Raises:
+            ValueError: if the layout differs or a digest does not hold; nothing has changed then.
+        """
+        if state.note["layout"] != self._state_layout():
+            raise ValueError(
+                f"load: state must have layout {self._state_layout()}, got {state.note['layout']}"
+            )
+        rows = state.arrays["rows"].copy()
+        cu_seqlens = np.concatenate(([0], np.cumsum(row_lengths(rows))))
+        with self.changed:
+            columns = {name: np.concatenate(pieces) for name, pieces in state.columns.items()}
+            chunks, starts = self._log.append(columns, cu_seqlens)
+            rows["chunk"], rows["start"] = chunks, starts
+            faults = [
+                fault
+                for chunk in np.unique(chunks).tolist()
+                for fault in find_faults(self._log, chunk, rows[chunks == chunk])
+            ]
+            if faults:
+                self._log.release(chunks)
+                raise ValueError(f"load: every response must match its checksums, got {faults[0]}")
+            old = self._table[self._table.places()]["chunk"]
+            self.contexts.update(state.note["contexts"])
+            self._restore(rows, state.arrays, state.note)
+            self._snapshot()
+            self._log.release(old)
+            self._on_change(self._table.places())
+            self.changed.notify_all()
+
+    def _rows(self, places: np.ndarray) -> np.ndarray:
+        return self._table[places[self._table.has(places)]]
+
+    def _columns(self) -> dict[str, str]:
+        return {name: dtype.str for name, dtype in self._log.fields.items()}
+
+    def _state_layout(self) -> dict[str, Any]:
+        return {"columns": self._columns(), "group_size": self.ledger.group_size}
+
+    def _check_contexts(self, rows: np.ndarray) -> None:
+        for context_id in np.unique(rows["context_id"]).tolist() if len(self.contexts) else ():
+            if context_id not in self.contexts:
+                raise ValueError(f"extend: context_id must be interned in contexts, got {context_id}")
+
+    def _record(self, kind: str, arrays: Mapping[str, np.ndarray], **note: Any) -> None:
+        if self._disk is not None:
+            self._disk.record(kind, arrays, note)
+
+    def _admit(self, rows: np.ndarray) -> np.ndarray:
+        places = self._table.insert(rows)
+        self._completed += self.ledger.admit(rows, places.tolist(), now=self.clock())
+        return places
+
+    def _close(self, kind: str, group_ids: Sequence[int], reason: str) -> None:
+        with self.changed:
+            self.ledger.check_close(kind, group_ids)
+            self._record(kind, {"groups": np.array(group_ids, np.int64)}, reason=reason)
+            self._log.release(self._settle(kind, group_ids, reason))
+            self._compact_if_large()
+            self._on_change(np.empty(0, np.int64))
+
+    def _settle(self, kind: str, group_ids: Sequence[int], reason: str) -> np.ndarray:
+        """Enter a closing into ledger and table; return the chunks of the rows that leave."""
+        if kind == "consume":
+            places = self.ledger.consume(group_ids)
+        elif kind == "evict":
+            places = self.ledger.evict(group_ids, reason)
+        else:
+            places = self.ledger.fail(group_ids[0], reason)
+        where = np.array(places, np.int64)
+        chunks = self._table[where]["chunk"]
+        self._table.remove(where)
+        return chunks
+
+    def _annotate(self, place: int, name: str, values: np.ndarray) -> None:
+        row = self._table[place]
+        start, stop = int(row["start"]), int(row["start"]) + len(values)
+        columns = self._log.columns(int(row["chunk"]))
+        columns[name][start:stop] = values
+        crc = extras_checksums([columns[extra] for extra in self._extras], [start], [stop])
+        self._table.set_extras_crc(place, int(crc[0]))
+
+    def _places_of(self, uids: np.ndarray) -> np.ndarray:
+        places = self._table.places()
+        stored = self._table[places]["uid"]
+        order = np.argsort(stored)
+        found = np.searchsorted(stored, uids, sorter=order)
+        known = found < len(stored)
+        known[known] = stored[order[found[known]]] == uids[known]
+        if not known.all():
+            raise ValueError(f"annotate: uids must be stored, got {int(uids[~known][0])}")
+        return places[order[found]]
+
+    def _restore(self, rows: np.ndarray, arrays: Mapping[str, np.ndarray], note: Mapping[str, Any]) -> None:
+        self._table, ledger = RowTable(), Ledger(self.ledger.group_size)
+        places = self._table.insert(rows)
+        ledger.restore(arrays, note["ledger"], rows, places.tolist(), now=self.clock())
+        self.ledger, self._completed = ledger, []
+
+    def _snapshot(self) -> None:
+        if self._disk is not None:
+            rows = self._table[self._table.places()]
+            arrays, counts = self.ledger.to_arrays()
+            if self._sync:
+                self._log.flush(rows["chunk"])
+            self._disk.snapshot({"rows": rows, **arrays}, {"ledger": counts})
+
+    def _compact_if_large(self) -> None:
+        if self._disk is not None and self._disk.wants_snapshot():
+            self._snapshot()
+
+    def _recover(self, disk: Disk) -> None:
+        annotations = []
+        for kind, arrays, note in disk.replay():
+            if kind == "snapshot":
+                self._restore(arrays["rows"], arrays, note)
+            elif kind == "reserve":
+                self.ledger.reserve(int(arrays["groups"][0]), now=self.clock())
+            elif kind == "admit":
+                self._admit(arrays["rows"])
+            elif kind == "annotate":
+                annotations.append((arrays["uids"], arrays["lengths"], note["name"], arrays["values"]))
+            else:
+                groups = arrays["groups"].tolist()
+                if kind == "consume":
+                    self.ledger.lease(groups)
+                self._settle(kind, groups, note["reason"])
+        self._completed = []
+        rows = self._table[self._table.places()]
+        self._log.attach(rows["chunk"])
+        place_of = dict(zip(rows["uid"].tolist(), self._table.places().tolist(), strict=True))
+        for uids, lengths, name, values in annotations:
+            for uid, part in zip(uids.tolist(), np.split(values, np.cumsum(lengths)[:-1]), strict=True):
+                if uid in place_of:
+                    self._annotate(place_of[uid], name, part)
