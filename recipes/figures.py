@@ -10,7 +10,7 @@ import numpy as np
 
 
 def draw_run(folder: Path) -> None:
-    """Draw ``reward.png``, ``lag.png``, ``ratio.png`` and ``idle.png`` from ``metrics.jsonl`` and ``summary.json``."""
+    """Draw reward, lag, ratio and idle shares as PNG from ``metrics.jsonl`` and ``summary.json``."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     updates = [row for row in rows if "update" in row]
     summary = json.loads((folder / "summary.json").read_text())

@@ -1,4 +1,4 @@
-"""Processes of a recipe: rank 0 learns, the other ranks sample; when one ends badly, all end, within seconds."""
+"""Processes of a recipe: rank 0 learns, the others sample; when one ends badly, all end in seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RecipeError(Exception):
     """The user asked for something that cannot be; the message is one line and says what to do."""
 
 
-def parse(config_class: type[ConfigT], *, default: ConfigT | None = None, description: str) -> ConfigT:
+def parse(config_class: type[ConfigT], *, default: ConfigT, description: str) -> ConfigT:
     """The flags of this process as a config; a wrong one is said in one line, once, by the learner's rank.
 
     Args:
@@ -119,7 +119,8 @@ def _say(line: str) -> None:
 
 
 def _end(code: int) -> NoReturn:
-    # Threads may stand in the network for ever; os._exit takes them along, where sys.exit would wait for them.
+    # Threads may stand in the network for ever; os._exit takes them along, where sys.exit would wait for
+    # them.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -35,13 +35,15 @@ class Config:
     """REINFORCE Zero on reasoning problems: rank 0 learns, the other ranks sample."""
 
     nominal_lag: int = 2
-    """Updates that the samplers may be behind, on average, when a response is trained on; 0 is synchronous."""
+    """Updates that the samplers may be behind, on average, when a response is trained on; 0 is
+    synchronous."""
     updates: int = 2000
     """Optimizer updates."""
     tasks: tuple[str, ...] = ("basic_arithmetic",)
     """Data sets of reasoning-gym, mixed in equal parts; each NAME or NAME:KEY=VALUE,KEY=VALUE."""
     model: Path | None = None
-    """Folder of a local Hugging Face causal LM with its tokenizer; without it, a tiny Llama is made and warmed up."""
+    """Folder of a local Hugging Face causal LM with its tokenizer; without it, a tiny Llama is made and
+    warmed up."""
     prompts_per_update: int = 32
     """Groups in an update."""
     group_size: int = 8
@@ -153,11 +155,11 @@ def learn(config: Config, channels: dict[int, tuple[Channel, Channel]]) -> None:
     log.finish()
 
 
-def main(default: Config | None = None) -> None:
+def main(default: Config) -> None:
     """Read the flags and run this process's part."""
     config = parse(Config, default=default, description=Config.__doc__ or "")
     run(lambda channels: learn(config, channels), run_sampler)
 
 
 if __name__ == "__main__":
-    main()
+    main(Config())

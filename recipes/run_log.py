@@ -1,4 +1,4 @@
-"""What a run leaves behind: JSON lines, TorchRL's loggers, a summary, figures, and a progress bar meanwhile."""
+"""What a run leaves behind: JSON lines, TorchRL's loggers, a summary and figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class RunLog:
     """Writes one run's measurements as they come and sums them up at the end.
 
     Args:
-        config: A dataclass with ``runs``, ``nominal_lag``, ``updates`` and ``tensorboard``; saved as ``config.json``.
+        config: A dataclass with ``runs``, ``nominal_lag``, ``updates`` and ``tensorboard``; saved as
+            ``config.json``.
         name: The run folder's name begins with it.
         busy_seconds: Reads how long the samplers have been sampling so far, mean over samplers.
     """
@@ -200,9 +201,11 @@ def summary_text(summary: dict[str, Any], folder: Path) -> str:
             f"  updates              {summary['updates']} in {summary['seconds']:.0f} s, "
             f"{summary['updates_per_second']:.2f} a second (evaluation, "
             f"{summary['evaluation_seconds']:.0f} s, excluded)",
-            f"  held-out accuracy    {before:.3f} before, {after:.3f} after ({100 * (after - before):+.1f} points)",
-            f"  lag per token        nominal {summary['lag']['nominal_lag']}; measured mean {lag['mean']:.2f}, "
-            f"p50 {lag['p50']:.0f}, p95 {lag['p95']:.0f}, max {lag['max']:.0f}",
+            f"  held-out accuracy    {before:.3f} before, {after:.3f} after "
+            f"({100 * (after - before):+.1f} points)",
+            f"  lag per token        nominal {summary['lag']['nominal_lag']}; "
+            f"measured mean {lag['mean']:.2f}, p50 {lag['p50']:.0f}, "
+            f"p95 {lag['p95']:.0f}, max {lag['max']:.0f}",
             f"  importance ratio     mean {summary['ratio_mean']:.4f}, second moment "
             f"{summary['ratio_second_moment']:.4f}, max {summary['ratio_max']:.2f}, "
             f"effective sample size {summary['ess_fraction']:.3f}",

@@ -15,7 +15,7 @@ from rzero.collectors.transport import Message
 def start_samplers(
     policy: Policy, channels: dict[int, tuple[Channel, Channel]], *, max_slots: int
 ) -> list[RemoteEngine]:
-    """On the learner's rank: have each sampler build an engine for the policy's model, still without its weights."""
+    """On the learner's rank: have each sampler build an engine, still without its weights."""
     settings = {
         "config": policy.model.config.to_json_string(use_diff=False),
         "dtype": str(policy.model.dtype).removeprefix("torch."),

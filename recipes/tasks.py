@@ -1,4 +1,4 @@
-"""The problems: verifiable reasoning tasks from ``reasoning-gym``, split into an endless training stream and a held-out set."""
+"""The problems: verifiable reasoning tasks from ``reasoning-gym``, for training and held out."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# What a model of 0.1M parameters can begin to learn; any other data set of reasoning-gym runs with its own defaults.
+# What a model of 0.1M parameters can begin to learn; any other data set of reasoning-gym runs with its own
+# defaults.
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
-    "basic_arithmetic": dict(
-        min_terms=2,
-        max_terms=3,
-        max_digits=1,
-        operators=["+", "-"],
-        allow_parentheses=False,
-        allow_negation=False,
-    ),
-    "chain_sum": dict(min_terms=2, max_terms=3, min_digits=1, max_digits=1),
-    "number_sequence": dict(max_complexity=1),
-    "gcd": dict(max_value=50),
-    "spell_backward": dict(min_word_len=3, max_word_len=4),
+    "basic_arithmetic": {
+        "min_terms": 2,
+        "max_terms": 3,
+        "max_digits": 1,
+        "operators": ["+", "-"],
+        "allow_parentheses": False,
+        "allow_negation": False,
+    },
+    "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    "number_sequence": {"max_complexity": 1},
+    "gcd": {"max_value": 50},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 4},
 }
 
 HELD_OUT_OFFSET = 10**9  # Items are seeded by seed + index, and no training stream reaches this index.
@@ -46,16 +47,18 @@ class Problem:
 class ReasoningTasks:
     """A mixture of reasoning-gym data sets with disjoint training and held-out problems.
 
-    Training and held-out items come from disjoint seeds; since small tasks repeat themselves across seeds, a training
-    item whose question also stands in the held-out set is skipped.
+    Training and held-out items come from disjoint seeds; since small tasks repeat themselves across seeds, a
+    training item whose question also stands in the held-out set is skipped.
 
     Args:
         specs: Data sets, mixed in equal parts, each ``name`` or ``name:key=value,key=value``.
         seed: Seed of the training stream; a run with another seed sees other problems.
-        held_out_size: Number of held-out problems. They do not depend on ``seed``, so that runs can be compared.
+        held_out_size: Number of held-out problems. They do not depend on ``seed``, so that runs can be
+            compared.
 
     Raises:
-        ValueError: If a data set or one of its options is not known, or the held-out set leaves nothing to train on.
+        ValueError: If a data set or one of its options is not known, or the held-out set leaves nothing to
+            train on.
 
     Example:
         >>> tasks = ReasoningTasks(["basic_arithmetic"], seed=0, held_out_size=20)
@@ -80,7 +83,8 @@ class ReasoningTasks:
         self._held_out_questions = seen
         if all(_problem(self._train, index).question in seen for index in range(1000)):
             raise ValueError(
-                f"ReasoningTasks: held_out_size must leave problems to train on, got {held_out_size} for {list(specs)}"
+                f"ReasoningTasks: held_out_size must leave problems to train on, "
+                f"got {held_out_size} for {list(specs)}"
             )
 
     def stream(self, cursor: int) -> Iterator[Problem]:
@@ -123,5 +127,6 @@ def _composite(configs: Sequence[tuple[str, dict[str, Any]]], *, seed: int) -> A
         return reasoning_gym.create_dataset("composite", datasets=specs, seed=seed, size=HELD_OUT_OFFSET)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
-            f"ReasoningTasks: specs must name data sets of reasoning-gym and their options, got {list(configs)}: {error}"
+            f"ReasoningTasks: specs must name data sets of reasoning-gym and their options, "
+            f"got {list(configs)}: {error}"
         ) from error

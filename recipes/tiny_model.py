@@ -1,4 +1,4 @@
-"""The default model: a tiny Llama with a character-level tokenizer, warmed up by supervised learning and cached."""
+"""The default model: a tiny Llama over characters, warmed up by supervised learning and cached."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def character_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def encode_prompt(tokenizer: Any, question: str) -> list[int]:
-    """Token ids of a question as the model reads it: by the tokenizer's chat template, else ``<bos> question newline``."""
+    """Token ids of a question: by the tokenizer's chat template, else ``<bos> question newline``."""
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": question}]
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
@@ -68,7 +68,7 @@ def tiny_llama(vocab_size: int, *, hidden_size: int, layers: int, seed: int) -> 
 def warm_up(
     model: Any, tokenizer: Any, tasks: ReasoningTasks, *, steps: int, batch_size: int = 128, lr: float = 3e-3
 ) -> None:
-    """Supervised learning on question and answer, loss on the answer alone, for a fixed number of seeded steps."""
+    """Supervised learning, loss on the answer alone, for a fixed number of seeded steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
     problems = tasks.stream(WARM_UP_CURSOR)
@@ -105,12 +105,13 @@ def cached_tiny_model(
 ) -> Path:
     """Folder of the warmed-up tiny model and its tokenizer, made on the first call.
 
-    The folder's name is a digest of everything that decides its content: the tasks, sizes, steps, this file's and the
-    tasks' code, and the versions of torch and transformers. It appears by an atomic rename, never half-written.
+    The folder's name is a digest of everything that decides its content: the tasks, sizes, steps, this file's
+    and the tasks' code, and the versions of torch and transformers. It appears by an atomic rename, never
+    half-written.
     """
     from recipes import tasks as tasks_module
 
-    recipe = dict(specs=list(specs), hidden_size=hidden_size, layers=layers, steps=warm_up_steps)
+    recipe = {"specs": list(specs), "hidden_size": hidden_size, "layers": layers, "steps": warm_up_steps}
     versions = [torch.__version__, transformers.__version__]
     code = [Path(__file__).read_text(), inspect.getsource(tasks_module)]
     digest = hashlib.sha256(json.dumps([recipe, versions, code], sort_keys=True).encode()).hexdigest()[:16]

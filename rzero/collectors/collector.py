@@ -1,4 +1,4 @@
-"""The asynchronous loop: prompts out to the engines, complete groups with rewards into the buffer, weights back."""
+"""The asynchronous loop: prompts to the engines, whole groups into the buffer, weights back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrl.collectors import BaseCollector
 
 from rzero.buffers import ROW_FIELDS, TOKEN_FIELDS, PackedBatch, ProvenanceReplayBuffer
@@ -37,7 +37,8 @@ class Prompt:
 
 
 RewardFunction = Callable[[Prompt, Sequence[Sequence[int]]], Sequence[float]]
-"""Rewards of a whole group: (prompt, token ids of each response, end token included) -> one finite float each."""
+"""Rewards of a whole group: (prompt, token ids of each response, end token included) -> one finite float
+each."""
 
 
 def pack_group(completions: Sequence[Completion], rewards: Sequence[float]) -> PackedBatch:
@@ -62,12 +63,10 @@ def pack_group(completions: Sequence[Completion], rewards: Sequence[float]) -> P
         "t_done_ns": [c.t_done_ns for c in completions],
     }
     lengths = torch.tensor([0, *(len(row["token_ids"]) for row in fields)])
-    return PackedBatch(
-        **{name: torch.cat([row[name] for row in fields]) for name in TOKEN_FIELDS},
-        **{name: torch.tensor(numbers[name], dtype=dtype) for name, dtype in ROW_FIELDS.items()},
-        digest=torch.stack([c.digest for c in completions]),
-        cu_seqlens=lengths.cumsum(0),
-    )
+    packed: dict[str, Any] = {name: torch.cat([row[name] for row in fields]) for name in TOKEN_FIELDS}
+    packed |= {name: torch.tensor(numbers[name], dtype=dtype) for name, dtype in ROW_FIELDS.items()}
+    packed |= {"digest": torch.stack([c.digest for c in completions]), "cu_seqlens": lengths.cumsum(0)}
+    return PackedBatch(**packed)
 
 
 @dataclass(slots=True)
@@ -85,12 +84,13 @@ class AsyncRolloutCollector(BaseCollector):
            ^                  ^                                                              |
            +---- scheduler ---+------------------ publisher <------- update_policy_weights_ -+
 
-    One background thread does everything but the sampling and the learning. The scheduler decides how far the engines
-    may run ahead; with ``CreditScheduler(nominal_lag=0)`` the same code is synchronous.
+    One background thread does everything but the sampling and the learning. The scheduler decides how far the
+    engines may run ahead; with ``CreditScheduler(nominal_lag=0)`` the same code is synchronous.
 
-    Iterating yields one ``PackedBatch`` of ``scheduler.groups_per_batch`` whole groups at a time, each response exactly
-    once, without end; after each, the learner calls ``update_policy_weights_`` once. An exception in an engine, the
-    reward function or the background thread is raised in the iteration, with its original traceback.
+    Iterating yields one ``PackedBatch`` of ``scheduler.groups_per_batch`` whole groups at a time, each
+    response exactly once, without end; after each, the learner calls ``update_policy_weights_`` once. An
+    exception in an engine, the reward function or the background thread is raised in the iteration, with its
+    original traceback.
 
     Args:
         engines: All at the same version, which is where the run starts.
@@ -159,11 +159,13 @@ class AsyncRolloutCollector(BaseCollector):
 
     @property
     def learner_version(self) -> int:
-        """Version of the weights that the learner is updating: the number of updates before the current batch."""
+        """Version of the weights being updated: the number of updates before the current batch."""
         return self._scheduler.learner_version - 1
 
     def update_policy_weights_(self, policy_or_weights: nn.Module | None = None, **kwargs: Any) -> None:
-        """Publish the weights after an update, in the background; what was trained on gives its place back when done.
+        """Publish the weights after an update, in the background.
+
+        When every engine has them, what was trained on gives its place back.
 
         Args:
             policy_or_weights: The learner's model.
@@ -172,8 +174,8 @@ class AsyncRolloutCollector(BaseCollector):
         model = policy_or_weights if policy_or_weights is not None else kwargs.pop("policy", None)
         if not isinstance(model, nn.Module) or kwargs:
             raise TypeError(
-                f"AsyncRolloutCollector.update_policy_weights_: policy must be a module, got {type(model).__name__} "
-                f"and {sorted(kwargs)}"
+                f"AsyncRolloutCollector.update_policy_weights_: policy must be a module and stand alone, "
+                f"got {type(model).__name__} and {sorted(kwargs)}"
             )
         version = self._scheduler.learner_version
         self.publisher.publish_async(model, version, on_done=self._published)

@@ -1,7 +1,7 @@
 """What every generation engine offers, and the records that go in and come out.
 
-Token ids go in, token ids come out; text never crosses this boundary. An engine draws tokens, records the probability
-with which it drew each one, and stamps each with the version of the weights that drew it.
+Token ids go in, token ids come out; text never crosses this boundary. An engine draws tokens, records the
+probability with which it drew each one, and stamps each with the version of the weights that drew it.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ def row_fields(
         policy_version: int32 [R].
 
     Returns:
-        ``token_ids`` [P + R], ``behavior_log_probs`` [P + R] (NaN over the prompt, where nothing was sampled),
-        ``policy_version`` [P + R] (-1 over the prompt) and ``response_mask`` [P + R] (False over the prompt).
+        ``token_ids`` [P + R], ``behavior_log_probs`` [P + R] (NaN over the prompt, where nothing was
+        sampled), ``policy_version`` [P + R] (-1 over the prompt) and ``response_mask`` [P + R] (False over
+        the prompt).
     """
     count = len(prompt)
     return {
@@ -128,9 +129,9 @@ def completion_digest(
 class GenerationEngine(Protocol):
     """Samples responses with weights that are swapped under it, and says which weights drew which token.
 
-    Between ``pause`` and ``resume`` no token is drawn. ``swap`` loads at such a boundary, pausing by itself where nobody
-    has, so that every token before it carries the old version and every token after it the new one, also within a
-    response.
+    Between ``pause`` and ``resume`` no token is drawn. ``swap`` loads at such a boundary, pausing by itself
+    where nobody has, so that every token before it carries the old version and every token after it the new
+    one, also within a response.
     """
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
@@ -145,8 +146,8 @@ class GenerationEngine(Protocol):
         """Load weights at the next token boundary, all or none.
 
         Raises:
-            EngineError: If the tensors held after loading have other digests; the engine keeps its old weights and
-                version.
+            EngineError: If the tensors held after loading have other digests; the engine keeps its old
+                weights and version.
         """
         ...
 

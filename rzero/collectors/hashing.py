@@ -20,8 +20,8 @@ def splitmix64(x: Tensor) -> Tensor:
     Reference: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 
     Example:
-        >>> splitmix64(torch.tensor([0]))  # the first output of the generator seeded with 0: 0xE220A8397B1DCDAF
-        tensor([-2152535657050944081])
+        >>> splitmix64(torch.tensor([0]))  # the first output of the generator seeded with 0:
+        0xE220A8397B1DCDAF tensor([-2152535657050944081])
     """
     x = x + _GOLDEN
     x = (x ^ _shift_right(x, 30)) * _FIRST
@@ -32,8 +32,8 @@ def splitmix64(x: Tensor) -> Tensor:
 def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
     """Counter-based uniform numbers in (0, 1), one for each (seed, counter) pair.
 
-    A number depends on its own seed and counter alone, so a response's random numbers do not depend on which other
-    responses are sampled beside it.
+    A number depends on its own seed and counter alone, so a response's random numbers do not depend on which
+    other responses are sampled beside it.
 
     Args:
         seeds: int64 [n].
@@ -49,8 +49,8 @@ def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
 def tensor_digest(tensor: Tensor) -> int:
     """A 64-bit checksum of a tensor's bytes, dtype aside, that no order of summation can change.
 
-    Each element's bit pattern is hashed together with its index and the hashes are added modulo 2^64: integer addition
-    is exact, so the digest is the same on every device and for every number of threads.
+    Each element's bit pattern is hashed together with its index and the hashes are added modulo 2^64: integer
+    addition is exact, so the digest is the same on every device and for every number of threads.
 
     Args:
         tensor: Any shape; elements of 1, 2, 4 or 8 bytes.

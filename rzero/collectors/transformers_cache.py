@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, ``[slots, heads, length, dim]``; slot r is valid up to its own position."""
+    """Keys and values of one layer, [slots, heads, length, dim], each slot valid up to its position."""
 
     def __init__(self, positions: SlotPositions) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class SlotCache(Cache):
             layer.grow(p.slots, p.length)
 
     def aim(self, positions: Tensor, width: int) -> None:
-        """The next forward writes slot r (r < n) at ``positions[r]`` (int64 [n]) and sees the first ``width`` places."""
+        """Have the next forward write slot r at positions[r] (int64 [n]) and see ``width`` places."""
         self.positions.rows = torch.arange(len(positions), device=positions.device)
         self.positions.current, self.positions.width = positions, width
 

@@ -4,8 +4,8 @@
                           ^                                                          |
                           +----------------- the freed slot is refilled at once -----+
 
-Each step draws one token for every occupied slot. Between two steps lies the token boundary at which the engine pauses,
-swaps weights and takes in new requests.
+Each step draws one token for every occupied slot. Between two steps lies the token boundary at which the
+engine pauses, swaps weights and takes in new requests.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ def sample_tokens(log_probs: Tensor, u: Tensor) -> Tensor:
 class TransformersEngine:
     """Samples from a Hugging Face causal LM in a thread of its own.
 
-    The recorded log-probability is of the very distribution that the token was drawn from: the softmax of the logits
-    divided by the temperature, over the whole vocabulary. Tokens depend on the request's seed and not on who is sampled
-    beside it, as far as the model's kernels compute each row independently of the batch.
+    The recorded log-probability is of the very distribution that the token was drawn from: the softmax of the
+    logits divided by the temperature, over the whole vocabulary. Tokens depend on the request's seed and not
+    on who is sampled beside it, as far as the model's kernels compute each row independently of the batch.
 
     Args:
-        model: A causal LM with full attention in every layer. The engine owns it: ``swap`` writes into its parameters.
+        model: A causal LM with full attention in every layer. The engine owns it: ``swap`` writes into its
+            parameters.
         eos_token_ids: Tokens that end a response.
         temperature: Greater than 0; 1 samples from the model itself.
         max_slots: Responses sampled at the same time; more wait their turn.
@@ -72,7 +73,8 @@ class TransformersEngine:
         log_softmax: [n, V] logits to log-probabilities; pass the one that the learner uses.
 
     Raises:
-        ValueError: If an argument is out of range, or the model has layers whose cache is not plain full attention.
+        ValueError: If an argument is out of range, or the model has layers whose cache is not plain full
+            attention.
 
     Example:
         See ``tests/collectors/test_transformers_engine.py`` and ``recipes/reinforce_zero.py``.
@@ -142,7 +144,7 @@ class TransformersEngine:
             self._refuse_if_stopped("pause")
 
     def swap(self, version: int, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
-        """See ``GenerationEngine.swap``. Keys and values already cached stay: they are of the weights that made them."""
+        """See ``GenerationEngine.swap``. What is cached stays, of the weights that made it."""
         already_pausing = self._pausing
         self.pause()
         try:
@@ -219,7 +221,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _admit(self) -> None:
-        """Prefill waiting prompts, all but their last token, into free slots; equal prompts are prefilled once."""
+        """Prefill waiting prompts, all but their last token, into free slots; equal ones once."""
         with self._condition:
             room = min(self._max_slots - len(self._slots), len(self._pending))
             new = [self._pending.popleft() for _ in range(room)]

@@ -1,7 +1,7 @@
 """Messages of tensors between two ranks over torch.distributed: no pickled object ever crosses the network.
 
-A message is a kind, a flat dictionary of tensors and a dictionary of strings, consolidated into one byte tensor in the
-safetensors format, so that reading one cannot execute anything.
+A message is a kind, a flat dictionary of tensors and a dictionary of strings, consolidated into one byte
+tensor in the safetensors format, so that reading one cannot execute anything.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import cast
 
 import safetensors.torch
 import torch
@@ -76,8 +77,8 @@ def decode(data: Tensor) -> Message:
 class Channel:
     """One direction of messages between two ranks, over a process group of its own.
 
-    Only one thread may send and only one may receive. A receiver learns at once that its peer has died, because the
-    connection closes.
+    Only one thread may send and only one may receive. A receiver learns at once that its peer has died,
+    because the connection closes.
 
     Args:
         peer: Global rank at the other end.
@@ -120,6 +121,12 @@ class Channel:
             raise ConnectionLost(f"the connection to rank {self.peer} was lost: {error}") from error
 
 
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+    # A channel may be idle for as long as a warm-up lasts; that a peer died is noticed without a timeout.
+    group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=7))
+    return cast(dist.ProcessGroup, group)
+
+
 def open_channels(learner: int, samplers: list[int]) -> dict[int, tuple[Channel, Channel]]:
     """Connect the learner with each sampler, one channel each way; every rank must call this.
 
@@ -128,17 +135,14 @@ def open_channels(learner: int, samplers: list[int]) -> dict[int, tuple[Channel,
         samplers: The ranks that sample.
 
     Returns:
-        On the learner: by sampler rank, (to it, from it). On a sampler: by the learner's rank, (to it, from it). On any
-        other rank: nothing.
+        On the learner: by sampler rank, (to it, from it). On a sampler: by the learner's rank, (to it, from
+        it). On any other rank: nothing.
     """
     channels: dict[int, tuple[Channel, Channel]] = {}
     rank = dist.get_rank()
-    idle = timedelta(
-        days=7
-    )  # A channel may be idle for as long as a warm-up lasts; a dead peer is noticed at once.
     for sampler in samplers:
         pair = [learner, sampler]
-        commands, results = (dist.new_group(pair, backend="gloo", timeout=idle) for _ in range(2))
+        commands, results = (_new_group(pair) for _ in range(2))
         if rank == learner:
             channels[sampler] = (Channel(sampler, commands), Channel(sampler, results))
         elif rank == sampler:

@@ -1,4 +1,4 @@
-"""Weights on their way from the learner to the engines: named, digested, checked after loading, acknowledged."""
+"""Weights on their way to the engines: named, digested, checked after loading, acknowledged."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], digests: Mappi
         digests: Of the weights as the learner holds them.
 
     Raises:
-        EngineError: If names, shapes or dtypes differ, or if a tensor read back from the model has another digest. The
-            model then holds its old weights.
+        EngineError: If names, shapes or dtypes differ, or if a tensor read back from the model has another
+            digest. The model then holds its old weights.
     """
     own = named_weights(model)
     if own.keys() != weights.keys() or own.keys() != digests.keys():
@@ -84,8 +84,8 @@ class PublishReport:
 class WeightPublisher:
     """Publishes weights to all engines, each atomically, and knows what every engine holds.
 
-    Versions are consecutive: 0 is what the engines start with, and each publish adds one. The common version is the
-    smallest that an engine acknowledged, so it does not advance while one of them failed.
+    Versions are consecutive: 0 is what the engines start with, and each publish adds one. The common version
+    is the smallest that an engine acknowledged, so it does not advance while one of them failed.
 
     Args:
         engines: Whom to publish to.
@@ -112,7 +112,8 @@ class WeightPublisher:
 
         Raises:
             ValueError: If the version does not increase.
-            EngineError: If an engine did not take the weights, after all engines were tried; the message names each.
+            EngineError: If an engine did not take the weights, after all engines were tried; the message
+                names each.
         """
         if version <= max(self._held):
             raise ValueError(

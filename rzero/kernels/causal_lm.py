@@ -20,7 +20,8 @@ def causal_lm_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Score packed rows with a causal LM, at the temperature that they were sampled with.
 
-        log_probs[t] = log_softmax(logits(token_ids[start .. t-1]) / temperature)[token_ids[t]]   where mask[t]
+        log_probs[t] = log_softmax(logits(token_ids[start .. t-1]) / temperature)[token_ids[t]]   where
+        mask[t]
 
     Args:
         model: A Hugging Face causal LM: ``model(input_ids, attention_mask).logits``.
@@ -31,8 +32,8 @@ def causal_lm_log_probs(
         log_softmax: Over the last dimension of float32 [M, V]; pass the one that the sampler uses.
 
     Returns:
-        ``log_probs`` float32 [N] nats, with gradient, and ``entropies`` float32 [N] nats of the distributions that the
-        scored tokens came from, without; both 0 where mask is False.
+        ``log_probs`` float32 [N] nats, with gradient, and ``entropies`` float32 [N] nats of the distributions
+        that the scored tokens came from, without; both 0 where mask is False.
 
     Raises:
         ValueError: If the mask counts the first token of a row.
