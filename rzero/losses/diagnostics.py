@@ -14,6 +14,8 @@ from rzero.losses.values import require_offsets
 
 __all__ = ["ImportanceDiagnostics", "RatioStatistics", "importance_diagnostics"]
 
+_LARGEST_LOG_RATIO = math.log(torch.finfo(torch.float64).max)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RatioStatistics:
@@ -186,33 +188,33 @@ def importance_diagnostics(
     sampled = batch.tokens_per_row() > 0
     num_groups, num_zero_variance_groups = _count_groups(function, rewards, group_id, batch.num_rows)
     return ImportanceDiagnostics(
-        tokens=_statistics(log_ratio[batch.mask], token_lag[batch.mask], last_lag + 1),
-        responses=_statistics(
-            batch.sum_rows(log_ratio)[sampled], batch.max_rows(token_lag)[sampled], last_lag + 1
-        ),
+        tokens=_statistics(log_ratio.flatten(), token_lag.flatten(), batch.mask.flatten(), last_lag + 1),
+        responses=_statistics(batch.sum_rows(log_ratio), batch.max_rows(token_lag), sampled, last_lag + 1),
         max_lag=None if lag is None else max_lag,
         num_groups=log_ratio.new_tensor(num_groups),
         num_zero_variance_groups=log_ratio.new_tensor(num_zero_variance_groups),
     )
 
 
-def _statistics(log_ratio: Tensor, row: Tensor, num_lags: int) -> RatioStatistics:
-    """Sums of a flat list of log ratios, each into the row of its lag."""
-    usable = log_ratio.isfinite() & log_ratio.exp().isfinite()
-    empty = log_ratio.new_zeros(num_lags)
-    nonfinite = empty.index_add(0, row, (~usable).double())
-    x, row = log_ratio[usable], row[usable]
+def _statistics(log_ratio: Tensor, lag: Tensor, counted: Tensor, num_lags: int) -> RatioStatistics:
+    """Sums of the counted ones of a flat list of log ratios, each into the row of its lag."""
+    usable = counted & (log_ratio > -math.inf) & (log_ratio < _LARGEST_LOG_RATIO)
+    x = torch.where(usable, log_ratio, 0.0)
     ratio = x.exp()
-    cells = empty.new_zeros(num_lags * NUM_BINS)
+    # One row more takes what does not enter a sum, and is cut off: no selection, hence no synchronisation.
+    row, nonfinite_row = (torch.where(chosen, lag, num_lags) for chosen in (usable, counted & ~usable))
+    zeros = x.new_zeros(num_lags + 1)
+    ones = torch.ones_like(x)
+    cells = x.new_zeros((num_lags + 1) * NUM_BINS)
     return RatioStatistics(
-        count=empty.index_add(0, row, torch.ones_like(x)),
-        nonfinite=nonfinite,
-        ratio_sum=empty.index_add(0, row, ratio),
-        ratio_square_sum=empty.index_add(0, row, ratio.square()),
-        k1_sum=empty.index_add(0, row, -x),
-        k3_sum=empty.index_add(0, row, x.expm1() - x),
-        histogram=cells.index_add(0, row * NUM_BINS + bin_index(x), torch.ones_like(x)).view(num_lags, -1),
-        max_log_ratio=torch.full_like(empty, -math.inf).scatter_reduce(0, row, x, "amax"),
+        count=zeros.index_add(0, row, ones)[:-1],
+        nonfinite=zeros.index_add(0, nonfinite_row, ones)[:-1],
+        ratio_sum=zeros.index_add(0, row, ratio)[:-1],
+        ratio_square_sum=zeros.index_add(0, row, ratio.square())[:-1],
+        k1_sum=zeros.index_add(0, row, -x)[:-1],
+        k3_sum=zeros.index_add(0, row, x.expm1() - x)[:-1],
+        histogram=cells.index_add(0, row * NUM_BINS + bin_index(x), ones).view(-1, NUM_BINS)[:-1],
+        max_log_ratio=torch.full_like(zeros, -math.inf).scatter_reduce(0, row, x, "amax")[:-1],
     )
 
 
@@ -253,4 +255,4 @@ def _count_groups(
 
 def _exp(x: float) -> float:
     """exp, inf where Python would raise."""
-    return math.inf if x > 709.0 else math.exp(x)
+    return math.inf if x >= _LARGEST_LOG_RATIO else math.exp(x)

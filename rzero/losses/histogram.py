@@ -21,9 +21,9 @@ NUM_BINS = 2 * _PER_SIDE + 1
 
 def bin_index(values: Tensor) -> Tensor:
     """The bin of each finite value, int64 in [0, NUM_BINS); ordered like the values, zero in the middle."""
-    position = (values.abs().log10() - _LOWEST) * _PER_DECADE
-    from_zero = position.clamp(0, _PER_SIDE - 1).long() + 1
-    return _PER_SIDE + torch.where(values == 0, 0, from_zero * values.sign().long())
+    position = (values.abs().float().log10() - _LOWEST) * _PER_DECADE
+    from_zero = position.clamp_(0, _PER_SIDE - 1).long() + 1
+    return _PER_SIDE + from_zero * values.sign().long()
 
 
 def bin_values(device: torch.device | None = None) -> Tensor:

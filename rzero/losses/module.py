@@ -1,7 +1,7 @@
 """The thin TorchRL shell around the loss. The maths stands in :mod:`rzero.losses.reinforce`."""
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDictBase
@@ -9,7 +9,7 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 from torchrl.objectives.common import LossModule
 
-from rzero.losses.diagnostics import importance_diagnostics
+from rzero.losses.importance import importance_weights
 from rzero.losses.reinforce import reinforce_loss
 
 __all__ = ["ReinforceZeroLoss", "ReinforceZeroLossOutput"]
@@ -24,6 +24,7 @@ class ReinforceZeroLossOutput(TensorClass["nocast"]):
         kl_approx: mean of log mu - log pi over the counted tokens, in nats.
         ratio_mean: mean importance weight of the counted tokens.
         ratio_max: the largest.
+        grad_norm: None; TorchRL's trainers write it after their step.
     """
 
     loss_objective: Tensor
@@ -31,10 +32,15 @@ class ReinforceZeroLossOutput(TensorClass["nocast"]):
     kl_approx: Tensor
     ratio_mean: Tensor
     ratio_max: Tensor
+    grad_norm: Tensor | None = None
 
     def __getitem__(self, item: str) -> Tensor:
-        """A scalar by name, as ``dispatch`` asks for it."""
+        """A scalar by name, as ``dispatch`` and trainers ask for it."""
         return self.get(item)
+
+    def __setitem__(self, item: str, value: Tensor) -> None:
+        """Set a scalar by name, as trainers do."""
+        self.set(item, value)
 
 
 class ReinforceZeroLoss(LossModule):
@@ -81,6 +87,7 @@ class ReinforceZeroLoss(LossModule):
         mask: NestedKey = ("masks", "all_assistant_mask")
         cu_seqlens: NestedKey = "cu_seqlens"
 
+    default_keys = _AcceptedKeys
     actor_network: TensorDictModuleBase | None
     output_type = ReinforceZeroLossOutput
 
@@ -139,14 +146,21 @@ class ReinforceZeroLoss(LossModule):
             num_responses=self.num_responses,
             check_values=self.check_values,
         )
-        seen = importance_diagnostics(*tokens, mask, cu_seqlens=cu_seqlens).tokens.to_dict()
-        return ReinforceZeroLossOutput(
-            loss_objective=loss,
-            ESS=loss.new_tensor(seen["ess_fraction"]),
-            kl_approx=loss.new_tensor(seen["kl_k1"]),
-            ratio_mean=loss.new_tensor(seen["ratio_mean"]),
-            ratio_max=loss.new_tensor(seen["ratio_max"]),
-        )
+        weights = importance_weights(*tokens, mask, cu_seqlens=cu_seqlens, check_values=False)
+        return ReinforceZeroLossOutput(loss_objective=loss, **_ratio_scalars(weights, mask))
+
+
+def _ratio_scalars(weights: Tensor, mask: Tensor) -> dict[str, Any]:
+    """The logged scalars; NaN when nothing counts."""
+    if weights.is_nested:
+        weights, mask = weights.values(), mask.values()
+    count, total = mask.sum(), weights.sum()
+    return {
+        "ESS": total.square() / (count * weights.square().sum()),
+        "kl_approx": -torch.where(mask, weights, 1.0).log().sum() / count,
+        "ratio_mean": total / count,
+        "ratio_max": torch.where(mask.any(), weights.amax(), torch.nan) if mask.numel() else total / count,
+    }
 
 
 def _read(
