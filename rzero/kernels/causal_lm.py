@@ -16,19 +16,21 @@ def causal_lm_log_probs(
     mask: Tensor,
     *,
     temperature: float,
+    prompt_length: Tensor | None = None,
     log_softmax: Callable[[Tensor], Tensor] = lambda logits: torch.log_softmax(logits, dim=-1),
 ) -> tuple[Tensor, Tensor]:
     """Score packed rows with a causal LM, at the temperature that they were sampled with.
 
-        log_probs[t] = log_softmax(logits(token_ids[start .. t-1]) / temperature)[token_ids[t]]   where
-        mask[t]
+        log_probs[t] = log_softmax(logits(token_ids[start .. t-1]) / temperature)[token_ids[t]]   where mask[t]
 
     Args:
-        model: A Hugging Face causal LM: ``model(input_ids, attention_mask).logits``.
+        model: A Hugging Face causal LM.
         token_ids: int [N], rows end to end.
         cu_seqlens: int [B + 1], row offsets.
         mask: bool [N]; tokens to score. Never the first token of a row, which nothing precedes.
         temperature: Greater than 0; the logits are divided by it, as in the sampler.
+        prompt_length: int [B] >= 1; if given, keys and values of equal prompts are computed once and shared by
+            their rows, and no token of a prompt is scored. None computes every row alone.
         log_softmax: Over the last dimension of float32 [M, V]; pass the one that the sampler uses.
 
     Returns:
@@ -36,37 +38,83 @@ def causal_lm_log_probs(
         that the scored tokens came from, without; both 0 where mask is False.
 
     Raises:
-        ValueError: If the mask counts the first token of a row.
+        ValueError: If the mask counts the first token of a row, or a token of a shared prompt.
 
     Example:
         >>> class Uniform(torch.nn.Module):
-        ...     def forward(self, input_ids, attention_mask):
+        ...     def forward(self, input_ids, attention_mask, **kwargs):
         ...         return type("Output", (), {"logits": torch.zeros(*input_ids.shape, 4)})
         >>> ids, mask = torch.tensor([1, 2, 3]), torch.tensor([False, True, True])
         >>> log_probs, _ = causal_lm_log_probs(Uniform(), ids, torch.tensor([0, 3]), mask, temperature=1.0)
         >>> log_probs
         tensor([ 0.0000, -1.3863, -1.3863])
     """
-    starts = cu_seqlens[:-1].long()
-    if mask[starts].any():
-        row = int(mask[starts].nonzero()[0])
-        raise ValueError(
-            f"causal_lm_log_probs: mask must be False at the first token of a row, got True in row {row}"
-        )
-    lengths = cu_seqlens.diff().long()
-    width = int(lengths.max())
-    column = torch.arange(width, device=token_ids.device)
-    real = column < lengths[:, None]
-    padded = torch.zeros_like(real, dtype=torch.long).masked_scatter(real, token_ids.long())
-    logits = model(input_ids=padded, attention_mask=real.long()).logits
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    skipped = torch.zeros_like(lengths) if prompt_length is None else prompt_length.long() - 1
+    offset = torch.arange(len(token_ids), device=token_ids.device) - starts.repeat_interleave(lengths)
+    if (mask & (offset <= skipped.repeat_interleave(lengths))).any():
+        what = "the first token of a row" if prompt_length is None else "every token of a prompt"
+        raise ValueError(f"causal_lm_log_probs: mask must be False at {what}, got True")
 
-    counted = torch.zeros_like(real).masked_scatter(real, mask)
-    row, position = counted.nonzero(as_tuple=True)
-    scores = log_softmax(logits[row, position - 1].float() / temperature)
-    selected = scores.gather(-1, padded[row, position, None])[:, 0]
+    rows = _pad(token_ids, starts, lengths)
+    prefixes, which = _distinct_prefixes(rows, skipped)
+    past = _prefill(model, prefixes) if prefixes else None
+    tails = _pad(token_ids, starts + skipped, lengths - skipped)
+    logits = _forward_tails(model, tails, lengths - skipped, skipped, past, which)
+
+    row, column = _pad(mask, starts + skipped, lengths - skipped).nonzero(as_tuple=True)
+    scores = log_softmax(logits[row, column - 1].float() / temperature)
+    selected = scores.gather(-1, tails[row, column, None])[:, 0]
     with torch.no_grad():
         probabilities = scores.exp()
         entropy = -torch.where(probabilities > 0, probabilities * scores, 0.0).sum(-1)
     where = mask.nonzero()[:, 0]
     empty = selected.new_zeros(len(mask))
     return empty.index_put((where,), selected), empty.index_put((where,), entropy)
+
+
+def _pad(values: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
+    """Rows of packed values, padded on the right: int64 with 0, bool with False."""
+    column = torch.arange(int(lengths.max()), device=values.device)
+    real = column < lengths[:, None]
+    index = torch.where(real, starts[:, None] + column, 0)
+    padded = values[index] if values.dtype == torch.bool else values[index].long()
+    return torch.where(real, padded, torch.zeros_like(padded))
+
+
+def _distinct_prefixes(rows: Tensor, skipped: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The different non-empty beginnings of rows, and for each row which one it has."""
+    if not skipped.any():
+        return [], torch.zeros_like(skipped)
+    seen: dict[tuple[int, ...], int] = {}
+    listed = zip(rows.tolist(), skipped.tolist(), strict=True)
+    which = [seen.setdefault(tuple(row[:count]), len(seen)) for row, count in listed]
+    return [torch.tensor(p, device=rows.device) for p in seen], torch.tensor(which, device=rows.device)
+
+
+def _prefill(model: Any, prefixes: list[Tensor]) -> Any:
+    """Keys and values of prompts, all but their last tokens, with gradient."""
+    ids = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True).long()
+    # An empty prompt sees its own padding, whose keys nobody reads, so that no softmax is over nothing.
+    lengths = torch.tensor([max(1, len(prefix)) for prefix in prefixes], device=ids.device)
+    real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    return model(input_ids=ids, attention_mask=real.long(), use_cache=True, logits_to_keep=1).past_key_values
+
+
+def _forward_tails(
+    model: Any, tails: Tensor, lengths: Tensor, skipped: Tensor, past: Any, which: Tensor
+) -> Tensor:
+    """Logits [B, T, V] of the rows' ends, which see the cached beginning of their own row."""
+    column = torch.arange(tails.shape[1], device=tails.device)
+    real = column < lengths[:, None]
+    if past is None:
+        return model(input_ids=tails, attention_mask=real.long(), use_cache=False).logits
+    past.batch_select_indices(which)
+    cached = torch.arange(past.get_seq_length(), device=tails.device) < skipped[:, None]
+    return model(
+        input_ids=tails,
+        attention_mask=torch.cat([cached, real], dim=1).long(),
+        position_ids=skipped[:, None] + column,
+        past_key_values=past,
+        use_cache=True,
+    ).logits
