@@ -118,10 +118,10 @@ def test_group_mean_refuses_dtypes(rewards, group_id, message):
 
 @pytest.mark.parametrize("rewards", [[], [1.0]])
 def test_batch_mean_refuses_fewer_than_two(rewards):
-    with pytest.raises(ValueError, match="^batch_mean_advantages: rewards must hold at least 2"):
+    with pytest.raises(ValueError, match=r"^batch_mean_advantages: rewards must hold at least 2"):
         batch_mean_advantages(torch.tensor(rewards))
 
 
 def test_device_disagreement_is_refused():
-    with pytest.raises(ValueError, match="^group_mean_advantages: group_id must be on cpu"):
+    with pytest.raises(ValueError, match=r"^group_mean_advantages: group_id must be on cpu"):
         group_mean_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64, device="meta"))

@@ -1,6 +1,7 @@
 """Diagnostics: golden values, and records that add up."""
 
 import functools
+import itertools
 import math
 import operator
 
@@ -200,7 +201,7 @@ def test_records_of_any_split_add_up(data):
             rewards=rewards[start:end],
             group_id=group_id[start:end],
         )
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+        for start, end in itertools.pairwise(bounds)
     ]
     merged = functools.reduce(operator.add, parts)
     assert merged.to_dict() == pytest.approx(whole.to_dict(), rel=1e-12, nan_ok=True)

@@ -134,11 +134,11 @@ def test_alone_the_diagnostics_are_ones_own():
 
 
 def test_a_negative_count_is_refused():
-    with pytest.raises(ValueError, match="^global_num_responses: num_responses must be at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"^global_num_responses: num_responses must be at least 0, got -1"):
         global_num_responses(-1)
 
 
 @pytest.mark.parametrize("count", [1.0, True])
 def test_a_count_is_an_int(count):
-    with pytest.raises(TypeError, match="^global_num_responses: num_responses must be an int"):
+    with pytest.raises(TypeError, match=r"^global_num_responses: num_responses must be an int"):
         global_num_responses(count)

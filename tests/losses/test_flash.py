@@ -120,16 +120,16 @@ def test_a_ratio_may_overflow_only_where_it_is_not_used():
     advantages = batch_mean_advantages(torch.tensor([1.0, 0.0]))
     flash_reinforce_loss(log_probs, behavior, advantages, mask, delta=3e-3).backward()
     assert log_probs.grad.tolist() == [[-0.25], [0.0]]
-    with pytest.raises(ValueError, match="^flash_reinforce_loss: .*overflows.* at row 1, token 0"):
+    with pytest.raises(ValueError, match=r"^flash_reinforce_loss: .*overflows.* at row 1, token 0"):
         flash_reinforce_loss(log_probs, behavior, advantages, mask, delta=math.inf)
 
 
 @pytest.mark.parametrize("delta", [-1e-3, math.nan])
 def test_a_senseless_delta_is_refused(delta):
     tokens = LAYOUTS["padded"](random_rows(0))
-    with pytest.raises(ValueError, match="^sequence_trust_mask: delta must be at least 0"):
+    with pytest.raises(ValueError, match=r"^sequence_trust_mask: delta must be at least 0"):
         sequence_trust_mask(**tokens, delta=delta)
-    with pytest.raises(ValueError, match="^flash_reinforce_loss: delta must be at least 0"):
+    with pytest.raises(ValueError, match=r"^flash_reinforce_loss: delta must be at least 0"):
         loss_and_gradients(flash_reinforce_loss, random_rows(0), delta=delta)
 
 

@@ -121,7 +121,7 @@ def test_a_row_without_one_finite_reward_is_refused_and_not_kept(reward):
     rows = TensorDict(
         {"group_id": torch.tensor([3]), ("next", "reward"): torch.tensor(reward)}, batch_size=[1]
     )
-    with pytest.raises(ValueError, match="must hold one finite reward for each response, got .* in group 3"):
+    with pytest.raises(ValueError, match=r"must hold one finite reward for each response, got .* in group 3"):
         transform.inv(rows)
     assert transform.waiting() == {}
 
