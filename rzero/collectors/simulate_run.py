@@ -119,7 +119,7 @@ class SimulatedRun:
         return Measured(
             step_seconds=window / (self._last - self._first),
             tokens_per_second=self._tokens / window,
-            learner=parts | {"idle": 1.0 - sum(parts.values())},
+            learner=parts | {"idle": max(0.0, 1.0 - sum(parts.values()))},
             engines={name: seconds / engine_time for name, seconds in totals.items()}
             | {"concurrency": concurrency},
         )

@@ -1,25 +1,18 @@
-"""The simulator against closed forms, hand-made traces and an independent processor-sharing loop."""
+"""The simulator against closed forms, and what it must refuse."""
 
 import json
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rzero.collectors.lag import LagReport
 from rzero.collectors.scheduler import CreditScheduler, SlotScheduler, finished_first, strict, windowed
 from rzero.collectors.simulate import Workload, compare_with_synchronous, simulate
-from rzero.collectors.simulate_engine import VirtualEngine
 from rzero.collectors.simulate_laws import (
     constant_length,
     constant_rate,
-    empirical_length,
-    exponential_length,
     lognormal_length,
-    measured_rate,
-    step_rate,
 )
 
 P = 32
@@ -275,137 +268,6 @@ def test_a_prediction_goes_beside_a_measurement():
     run = simulate(scheduler, one_second_updates(response_updates=0.5), updates=20)
     measured = LagReport(nominal_lag=1, predicted=run.lag.means())
     assert measured.to_dict()["predicted"]["start"] == 1.0
-
-
-# The engine.
-
-
-def test_a_swap_after_token_two_of_five():
-    """Fault 1 of the field notes: engine at 3, swap to 4 after token 2 of 5."""
-    engine = VirtualEngine(rate_law=constant_rate(10.0), version=3)
-    engine.start(0, 5)
-    engine.advance(0.2)
-    engine.swap(4)
-    assert engine.next_end() == pytest.approx(0.5)
-    engine.advance(0.5)
-    assert engine.pop_ended() == [(0, [3, 4], [2, 3])]
-
-
-def test_a_swap_between_tokens_and_versions_that_draw_nothing():
-    engine = VirtualEngine(rate_law=constant_rate(10.0), version=0)
-    engine.start(7, 4)
-    # Token 2 is under way at 0.15 s: it is drawn by version 2. Version 1 draws nothing.
-    engine.advance(0.15)
-    engine.swap(1)
-    engine.swap(2)
-    engine.advance(0.4)
-    engine.swap(3)
-    assert engine.pop_ended() == [(7, [0, 2], [1, 3])]
-
-
-def test_a_held_engine_stands_still_until_every_hold_is_gone():
-    engine = VirtualEngine(rate_law=constant_rate(10.0), version=0)
-    engine.start(0, 10)
-    engine.hold()
-    engine.hold()
-    engine.advance(5.0)
-    engine.let_go()
-    assert engine.next_end() == math.inf
-    engine.advance(6.0)
-    engine.let_go()
-    assert engine.next_end() == 7.0
-    assert engine.seconds["held"] == 6.0
-
-
-ARRIVALS = st.lists(
-    st.tuples(st.floats(0.0, 20.0), st.integers(1, 40)),
-    min_size=1,
-    max_size=12,
-    unique_by=lambda pair: pair[0],
-)
-
-
-@settings(max_examples=80, deadline=None)
-@given(ARRIVALS, st.floats(0.0, 0.1))
-def test_processor_sharing_equals_a_naive_loop(arrivals, sequence_seconds):
-    law = step_rate(step_seconds=0.1, sequence_seconds=sequence_seconds)
-    arrivals = sorted(arrivals)
-    engine, ends = VirtualEngine(rate_law=law, version=0), {}
-    waiting = list(enumerate(arrivals))
-    while waiting or engine.concurrency:
-        arrival = waiting[0][1][0] if waiting else math.inf
-        if arrival <= engine.next_end():
-            ticket, (time, length) = waiting.pop(0)
-            engine.advance(time)
-            engine.start(ticket, length)
-            continue
-        engine.advance(engine.next_end())
-        for ticket, versions, counts in engine.pop_ended():
-            assert (versions, counts) == ([0], [arrivals[ticket][1]])
-            ends[ticket] = engine.now
-    assert ends == pytest.approx(naive_ends(arrivals, law), abs=1e-4)
-
-
-def naive_ends(arrivals: list[tuple[float, int]], law) -> dict[int, float]:
-    """Keeps the remaining tokens of every sequence and subtracts them piece by piece."""
-    now, remaining, ends = 0.0, {}, {}
-    waiting = dict(enumerate(arrivals))
-    while waiting or remaining:
-        until_arrival = min((time for time, _ in waiting.values()), default=math.inf) - now
-        rate = law(len(remaining)) if remaining else 0.0
-        until_end = min(remaining.values()) / rate if remaining else math.inf
-        passed = min(until_arrival, until_end)
-        now += passed
-        remaining = {ticket: tokens - passed * rate for ticket, tokens in remaining.items()}
-        for ticket in [ticket for ticket, tokens in remaining.items() if tokens < 1e-7]:
-            ends[ticket] = now
-            del remaining[ticket]
-        for ticket in [ticket for ticket, (time, _) in waiting.items() if time <= now + 1e-12]:
-            remaining[ticket] = float(waiting.pop(ticket)[1])
-    return ends
-
-
-# Laws.
-
-
-def test_lengths_are_whole_positive_and_cut():
-    rng = np.random.default_rng(0)
-    for law in (
-        exponential_length(5, limit=9),
-        lognormal_length(5, cv=2.0, limit=9),
-        empirical_length([1, 9, 9]),
-        constant_length(9),
-    ):
-        lengths = law(rng, 2000)
-        assert lengths.dtype == np.int64 and lengths.shape == (2000,)
-        assert lengths.min() >= 1 and lengths.max() == 9
-
-
-def test_rates():
-    rate = step_rate(step_seconds=0.01, sequence_seconds=0.001)
-    assert [rate(1), rate(90)] == pytest.approx([1 / 0.011, 10.0])
-    rate = measured_rate([2, 4], [100.0, 50.0])
-    # Seconds per step: 0.01 at 2, 0.02 at 4, hence 0.015 at 3; held outside.
-    assert [rate(1), rate(2), rate(3), rate(9)] == pytest.approx([100.0, 100.0, 1 / 0.015, 50.0])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: constant_length(0), "constant_length: tokens must be at least 1, got 0"),
-        (lambda: lognormal_length(10, cv=-1), "lognormal_length: cv must be at least 0, got -1"),
-        (lambda: exponential_length(math.nan), "exponential_length: mean must be at least 1, got nan"),
-        (lambda: empirical_length([3, 0]), "empirical_length: lengths must be at least one positive number"),
-        (lambda: empirical_length([]), "empirical_length: lengths must be at least one positive number"),
-        (lambda: constant_rate(0), "constant_rate: tokens_per_second must be positive, got 0"),
-        (lambda: step_rate(step_seconds=0, sequence_seconds=0), "nor both be 0, got 0 and 0"),
-        (lambda: measured_rate([2, 1], [1, 1]), "concurrency must rise and rates be positive"),
-        (lambda: measured_rate([1], [1, 1]), "must be lists of one length"),
-    ],
-)
-def test_impossible_laws_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 @pytest.mark.parametrize(
