@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass, fields
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from rzero.losses.values import require_offsets
 
 __all__ = ["ImportanceDiagnostics", "RatioStatistics", "importance_diagnostics"]
 
+_CHUNK = 1 << 16
 _LARGEST_LOG_RATIO = math.log(torch.finfo(torch.float64).max)
 
 
@@ -188,12 +191,18 @@ def importance_diagnostics(
     sampled = batch.tokens_per_row() > 0
     num_groups, num_zero_variance_groups = _count_groups(function, rewards, group_id, batch.num_rows)
     return ImportanceDiagnostics(
-        tokens=_statistics(log_ratio.flatten(), token_lag.flatten(), batch.mask.flatten(), last_lag + 1),
+        tokens=_chunked(log_ratio.flatten(), token_lag.flatten(), batch.mask.flatten(), last_lag + 1),
         responses=_statistics(batch.sum_rows(log_ratio), batch.max_rows(token_lag), sampled, last_lag + 1),
         max_lag=None if lag is None else max_lag,
         num_groups=log_ratio.new_tensor(num_groups),
         num_zero_variance_groups=log_ratio.new_tensor(num_zero_variance_groups),
     )
+
+
+def _chunked(log_ratio: Tensor, lag: Tensor, counted: Tensor, num_lags: int) -> RatioStatistics:
+    """Statistics of many log ratios, a cache-sized piece at a time: faster, and little memory."""
+    pieces = zip(*(values.split(_CHUNK) for values in (log_ratio, lag, counted)), strict=True)
+    return reduce(add, (_statistics(*piece, num_lags) for piece in pieces))
 
 
 def _statistics(log_ratio: Tensor, lag: Tensor, counted: Tensor, num_lags: int) -> RatioStatistics:

@@ -1,5 +1,7 @@
 """FlashREINFORCE, the sibling for stale trajectories: the same loss behind a gate on whole responses."""
 
+import math
+
 from torch import Tensor
 
 from rzero.losses.checks import check_num_responses, check_per_row
@@ -9,7 +11,8 @@ from rzero.losses.values import require_usable
 
 __all__ = ["flash_reinforce_loss", "sequence_trust_mask"]
 
-_SMALLEST_PROBABILITY = 1e-6  # the published gate's clamp, on either side
+# The published gate clamps probabilities to [1e-6, 1 - 1e-6]; the same in logs.
+_LOWEST_LOG_PROB, _HIGHEST_LOG_PROB = math.log(1e-6), math.log1p(-1e-6)
 
 
 def sequence_trust_mask(
@@ -46,8 +49,8 @@ def sequence_trust_mask(
         TypeError: a wrong dtype.
 
     Reference:
-        FlashREINFORCE, https://github.com/yifanzhang-pro/FlashREINFORCE, "Sequence Trust Region". We compute
-        d in float64, so that layouts and batch sizes do not decide who is admitted.
+        FlashREINFORCE, https://github.com/yifanzhang-pro/FlashREINFORCE, "Sequence Trust Region". We clamp
+        log-probs instead of probabilities: the same gate, without the cancellation of 1 - p in float32.
 
     Example:
         The sampler drew its token with probability 0.5. A learner at 0.52 is admitted, one at 0.6 is not:
@@ -133,11 +136,11 @@ def _trusted(function: str, batch: TokenBatch, delta: float) -> Tensor:
     """m_i of an opened batch, [B] bool."""
     if not delta >= 0:
         raise ValueError(f"{function}: delta must be at least 0, got {delta}")
-    behavior_log_probs = batch.behavior_log_probs.where(batch.mask, 0.0)
-    p, q = (
-        log_probs.double().exp().clamp(_SMALLEST_PROBABILITY, 1 - _SMALLEST_PROBABILITY)
-        for log_probs in (behavior_log_probs, batch.log_probs.detach())
+    log_p, log_q = (
+        log_probs.clamp(_LOWEST_LOG_PROB, _HIGHEST_LOG_PROB)
+        for log_probs in (batch.behavior_log_probs.where(batch.mask, 0.0), batch.log_probs.detach())
     )
-    d = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-    # Under a False mask both probabilities were set to the same value, so that d is an exact 0 there.
+    other_p, other_q = -log_p.expm1(), -log_q.expm1()  # 1 - p and 1 - q, without cancellation near p = 1
+    d = log_p.exp() * (log_p - log_q) + other_p * (other_p / other_q).log()
+    # Under a False mask both log-probs were set to 0, and d is exactly 0 where they agree.
     return batch.sum_rows(d) / batch.tokens_per_row().clamp(min=1) <= delta
