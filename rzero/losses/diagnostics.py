@@ -58,7 +58,7 @@ class RatioStatistics:
         """Means and quantiles over all lags together; NaN where nothing was counted."""
         count, total, square = (float(t.sum()) for t in (self.count, self.ratio_sum, self.ratio_square_sum))
         histogram = self.histogram.sum(0)
-        ess = total**2 / square if square else math.nan
+        ess = total * total / square if square else math.nan
         max_log_ratio = float(self.max_log_ratio.max())
         quantiles = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
         return {
@@ -158,8 +158,8 @@ def importance_diagnostics(
         behavior_log_probs: same shape; log mu as recorded.
         mask: same shape, bool; True counts.
         cu_seqlens: [B + 1] integer row offsets of packed tokens.
-        lag: learner_version - policy_version, integer, shaped like the tokens, or [B]; ignored where mask is
-            False.
+        lag: learner_version - policy_version, integer, shaped like the tokens, or else [B]; ignored where
+            mask is False.
         max_lag: lags from here on share one row, so that records of all ranks have one shape.
         rewards: [B] floating, to count groups whose rewards are all equal; with whole groups only.
         group_id: [B] integer, together with rewards.
@@ -168,8 +168,8 @@ def importance_diagnostics(
         A record to add, reduce (:func:`rzero.losses.all_reduce_diagnostics`) and log (``to_dict``).
 
     Raises:
-        ValueError: shapes or devices that disagree, a negative lag on a counted token, rewards without
-            group_id or the reverse.
+        ValueError: shapes, offsets or devices that disagree, a negative max_lag, a negative lag on a counted
+            token, rewards without group_id or the reverse.
         TypeError: a wrong dtype.
 
     Example:
@@ -184,6 +184,8 @@ def importance_diagnostics(
     function = "importance_diagnostics"
     batch = open_tokens(function, log_probs, behavior_log_probs, mask, cu_seqlens)
     require_offsets(function, batch)
+    if max_lag < 0:
+        raise ValueError(f"{function}: max_lag must be at least 0, got {max_lag}")
     log_ratio = batch.log_ratio(masked=0.0, dtype=torch.float64)
     # Without lag everything shares row 0, as if all lags were 0 and the last row the only one.
     last_lag = 0 if lag is None else max_lag
@@ -191,21 +193,25 @@ def importance_diagnostics(
     sampled = batch.tokens_per_row() > 0
     num_groups, num_zero_variance_groups = _count_groups(function, rewards, group_id, batch.num_rows)
     return ImportanceDiagnostics(
-        tokens=_chunked(log_ratio.flatten(), token_lag.flatten(), batch.mask.flatten(), last_lag + 1),
-        responses=_statistics(batch.sum_rows(log_ratio), batch.max_rows(token_lag), sampled, last_lag + 1),
+        tokens=_chunked(
+            log_ratio.flatten(), token_lag.flatten(), batch.mask.flatten(), num_lags=last_lag + 1
+        ),
+        responses=_statistics(
+            batch.sum_rows(log_ratio), batch.max_rows(token_lag), sampled, num_lags=last_lag + 1
+        ),
         max_lag=None if lag is None else max_lag,
         num_groups=log_ratio.new_tensor(num_groups),
         num_zero_variance_groups=log_ratio.new_tensor(num_zero_variance_groups),
     )
 
 
-def _chunked(log_ratio: Tensor, lag: Tensor, counted: Tensor, num_lags: int) -> RatioStatistics:
+def _chunked(log_ratio: Tensor, lag: Tensor, counted: Tensor, *, num_lags: int) -> RatioStatistics:
     """Statistics of many log ratios, a cache-sized piece at a time: faster, and little memory."""
     pieces = zip(*(values.split(_CHUNK) for values in (log_ratio, lag, counted)), strict=True)
-    return reduce(add, (_statistics(*piece, num_lags) for piece in pieces))
+    return reduce(add, (_statistics(*piece, num_lags=num_lags) for piece in pieces))
 
 
-def _statistics(log_ratio: Tensor, lag: Tensor, counted: Tensor, num_lags: int) -> RatioStatistics:
+def _statistics(log_ratio: Tensor, lag: Tensor, counted: Tensor, *, num_lags: int) -> RatioStatistics:
     """Sums of the counted ones of a flat list of log ratios, each into the row of its lag."""
     usable = counted & (log_ratio > -math.inf) & (log_ratio < _LARGEST_LOG_RATIO)
     x = torch.where(usable, log_ratio, 0.0)
@@ -256,7 +262,7 @@ def _count_groups(
         return 0.0, 0.0
     if rewards is None or group_id is None:
         raise ValueError(f"{function}: rewards and group_id must be given together, got one of them")
-    if len(rewards) != num_rows:
+    if rewards.shape != (num_rows,):
         raise ValueError(f"{function}: rewards must have shape ({num_rows},), got {tuple(rewards.shape)}")
     groups, zero_variance = count_zero_variance_groups(rewards, group_id)
     return float(groups), float(zero_variance)

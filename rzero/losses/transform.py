@@ -96,17 +96,19 @@ class GroupMeanAdvantage(Transform):
                 "GroupMeanAdvantage: tensordict must have a batch dimension; use extend, not add"
             )
         passing = []
-        for row in tensordict.reshape(-1).unbind(0):
+        rows = tensordict if tensordict.ndim == 1 else tensordict.reshape(-1)
+        for row in rows.unbind(0):
             group_id = int(cast(Tensor, row.get(self.group_key)))
             self._check_reward(row, group_id)
+            row = row.clone()  # what waits must not change when its writer reuses memory
             with self._lock:
                 # Assigned anew, not appended to: a shared dictionary notices nothing else.
-                rows = [*self._waiting.get(group_id, []), row]
-                self._waiting[group_id] = rows
-                if len(rows) == self.group_size:
+                group = [*self._waiting.get(group_id, []), row]
+                self._waiting[group_id] = group
+                if len(group) == self.group_size:
                     del self._waiting[group_id]
-            if len(rows) == self.group_size:
-                passing += self._with_advantages(rows)
+            if len(group) == self.group_size:
+                passing += self._with_advantages(group)
         return lazy_stack(passing) if passing else None
 
     def _check_reward(self, row: TensorDictBase, group_id: int) -> None:

@@ -143,6 +143,14 @@ def test_nothing_is_filtered_before_the_effective_sample_size():
     assert report([[0.0] * 100 + [40.0]])["token/ess"] == pytest.approx(1, abs=1e-9)
 
 
+def test_hopeless_responses_do_not_break_the_report():
+    # A response of ratio e^700: its square is no float64, so the effective sample size is unknown, not wrong.
+    found = report([[350.0, 350.0], [0.0]])
+    assert pick(found, "response", "count", "nonfinite") == [2, 0]
+    assert math.isnan(found["response/ess"])
+    assert found["response/ratio_max"] == pytest.approx(math.exp(700))
+
+
 def test_zero_variance_groups():
     rewards, group_id = torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([3, 3, 8, 8])
     found = report([[0.0]] * 4, rewards=rewards, group_id=group_id)
@@ -244,6 +252,11 @@ def test_no_gradient_and_plain_floats():
             {"lag": torch.tensor([[0, 0], [0, -2]])},
             ValueError,
             "lag must not be negative .*, got -2 at row 1, token 1",
+        ),
+        (
+            {"lag": torch.zeros(2, dtype=torch.int64), "max_lag": -1},
+            ValueError,
+            "max_lag must be at least 0, got -1",
         ),
         ({"lag": torch.zeros(2, 2)}, TypeError, "lag must be integer, got torch.float32"),
         (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
 
 from rzero.losses import GroupMeanAdvantage, group_mean_advantages
@@ -92,6 +92,21 @@ def test_ragged_rows_pass():
     assert transform.inv(first[None]) is None
     out = transform.inv(second[None])
     assert [len(row["tokens"]) for row in out.unbind(0)] == [3, 5]
+
+
+def test_what_waits_is_a_copy():
+    transform = GroupMeanAdvantage(2)
+    rows = rows_of([4], [1.0])
+    transform.inv(rows)
+    rows["next", "reward"].fill_(100.0)
+    assert transform.inv(rows_of([4], [0.0]))["advantage"].tolist() == [[0.5], [-0.5]]
+
+
+def test_lazy_stacks_and_more_batch_dimensions_are_rows():
+    singles = list(rows_of([1, 2, 1, 2], [1.0, 0.0, 0.0, 1.0]).unbind(0))
+    out = GroupMeanAdvantage(2).inv(lazy_stack(singles))
+    assert out["group_id"].tolist() == [1, 1, 2, 2]
+    assert torch.equal(GroupMeanAdvantage(2).inv(torch.stack(singles).reshape(2, 2))["uid"], out["uid"])
 
 
 def test_taking_hands_back_what_waits():
