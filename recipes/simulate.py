@@ -87,7 +87,7 @@ def splits_text(rows: list[Row], cluster: Cluster) -> str:
     """The second question in words and numbers."""
     columns = {"cv": "cv", "learners": "learners", "nominal": "nominal", "step": "step s"}
     columns |= {"synchronous": "sync s", "speed_up": "speed-up", "colocated": "colocated s"}
-    columns |= {"over_colocated": "speed-up", "learner_idle": "idle", "start": "start lag"}
+    columns |= {"over_colocated": "over it", "learner_idle": "idle", "start": "start lag"}
     columns |= {"per_token": "token lag"}
     found = "; ".join(
         f"{learners:.1f} of {cluster.gpus} GPUs learning at cv {cv}, nominal lag {nominal}"
@@ -101,7 +101,7 @@ def splits_text(rows: list[Row], cluster: Cluster) -> str:
         f"Tflop/s in training, {1e3 * cluster.step_seconds:.0f} ms per decoding step. A synchronous run "
         "waits for its longest response, so the gain is a matter of tail, split and lag: "
         f"{min(speed_ups):.1f} to {max(speed_ups):.1f} here. The published {PUBLISHED_SPEED_UP:.2f} lies at "
-        f"{found or 'no split'}. The second speed-up is over a synchronous run that uses all GPUs for both "
+        f"{found or 'no split'}. Colocated is a synchronous run that uses all GPUs for both "
         "and switches for free.",
         table(rows, columns),
     )

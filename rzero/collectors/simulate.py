@@ -32,7 +32,8 @@ class Workload:
         train_seconds: Time of one update, given the number of response tokens in its batch.
         group_size: Responses of one prompt. A group is sampled on one engine.
         engines: Number of engines.
-        engine_slots: Sequences that one engine decodes together at most; None: no limit.
+        engine_slots: Sequences that one engine decodes together at most, the others wait inside it; None: no
+            limit.
         publish_seconds: From the end of an update until its weights are on every engine.
         pause_seconds: The part at the end of it during which the engines stand still.
         overlap_publish: Whether the learner goes on while its weights are on the way. If the next update is
@@ -71,10 +72,8 @@ class Workload:
         for name, bound in least.items():
             if not getattr(self, name) >= bound:
                 raise ValueError(f"Workload: {name} must be at least {bound}, got {getattr(self, name)}")
-        if self.engine_slots is not None and self.engine_slots < self.group_size:
-            raise ValueError(
-                f"Workload: engine_slots must hold a group of {self.group_size}, got {self.engine_slots}"
-            )
+        if self.engine_slots is not None and self.engine_slots < 1:
+            raise ValueError(f"Workload: engine_slots must be at least 1, got {self.engine_slots}")
         if not 0 <= self.pause_seconds <= self.publish_seconds:
             raise ValueError(
                 f"Workload: pause_seconds must lie in [0, publish_seconds = {self.publish_seconds}], "

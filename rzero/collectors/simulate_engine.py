@@ -3,6 +3,7 @@
 import heapq
 import math
 from bisect import bisect_right
+from collections import deque
 from typing import final
 
 from rzero.collectors.simulate_laws import RateLaw
@@ -19,28 +20,32 @@ class VirtualEngine:
     have drawn. A response of L tokens that starts at `drawn` = x ends at x + L and draws its k-th token at
     x + k, so weights that arrive at `drawn` = y change its version after floor(y - x) tokens.
 
+    Responses beyond the slots wait inside, first come first served.
+
     Args:
         rate_law: Tokens per second of each sequence, given their number.
         version: Version of the weights at the beginning.
+        slots: Sequences decoded together at most.
     """
 
-    def __init__(self, *, rate_law: RateLaw, version: int) -> None:
+    def __init__(self, *, rate_law: RateLaw, version: int, slots: float = math.inf) -> None:
         """Starts empty at time 0; see the class for the arguments."""
         self.now = 0.0
         self.drawn = 0.0
         self.up = True
         self.seconds = {"busy": 0.0, "idle": 0.0, "held": 0.0, "down": 0.0, "sequence": 0.0}
-        self._rate_law = rate_law
+        self._rate_law, self._slots = rate_law, slots
         self._rates: dict[int, float] = {}
         self._holds = 0
         self._ends: list[tuple[float, int, float]] = []  # (drawn at the end, ticket, drawn at the start)
+        self._waiting: deque[tuple[int, int]] = deque()  # (ticket, length)
         self._swap_drawn = [0.0]
         self._swap_version = [version]
 
     @property
-    def concurrency(self) -> int:
-        """Number of sequences on the engine."""
-        return len(self._ends)
+    def load(self) -> int:
+        """Responses on the engine, drawn or waiting."""
+        return len(self._ends) + len(self._waiting)
 
     def advance(self, now: float) -> None:
         """Lets time pass until `now`; nothing may end in between."""
@@ -63,8 +68,9 @@ class VirtualEngine:
         return self.now + max(0.0, self._ends[0][0] - self.drawn) / self._rate()
 
     def start(self, ticket: int, length: int) -> None:
-        """Begins one response of a ticket."""
-        heapq.heappush(self._ends, (self.drawn + length, ticket, self.drawn))
+        """Begins one response of a ticket, now or when a slot is free."""
+        self._waiting.append((ticket, length))
+        self._fill()
 
     def pop_ended(self) -> list[tuple[int, list[int], list[int]]]:
         """Removes the responses that end now, at a time given by `next_end`.
@@ -78,6 +84,7 @@ class VirtualEngine:
         while self._ends and self._ends[0][0] <= self.drawn + SLACK:
             end, ticket, start = heapq.heappop(self._ends)
             ended.append((ticket, *self._segments(start, round(end - start))))
+        self._fill()
         return ended
 
     def swap(self, version: int) -> None:
@@ -94,16 +101,22 @@ class VirtualEngine:
         self._holds -= 1
 
     def fail(self) -> list[int]:
-        """Goes down and loses what it was drawing; returns the tickets, each once."""
+        """Goes down and loses all it had; returns the tickets, each once."""
         self.up = False
-        tickets = sorted({ticket for _, ticket, _ in self._ends})
+        tickets = {ticket for _, ticket, _ in self._ends} | {ticket for ticket, _ in self._waiting}
         self._ends.clear()
-        return tickets
+        self._waiting.clear()
+        return sorted(tickets)
 
     def repair(self, version: int) -> None:
         """Comes back empty with the newest weights."""
         self.up = True
         self.swap(version)
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._ends) < self._slots:
+            ticket, length = self._waiting.popleft()
+            heapq.heappush(self._ends, (self.drawn + length, ticket, self.drawn))
 
     def _rate(self) -> float:
         count = len(self._ends)

@@ -69,15 +69,18 @@ class SimulatedRun:
         self._now = 0.0
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        rate, version = workload.rate_law, scheduler.version
-        self._engines = [VirtualEngine(rate_law=rate, version=version) for _ in range(workload.engines)]
+        slots = math.inf if workload.engine_slots is None else workload.engine_slots
+        self._engines = [
+            VirtualEngine(rate_law=workload.rate_law, version=scheduler.version, slots=slots)
+            for _ in range(workload.engines)
+        ]
         self._planned = [math.inf] * workload.engines  # time of the one valid end event of each engine
         self._loads = [(0, index) for index in range(workload.engines)]
         self._groups: dict[int, Group] = {}
         self._buffer: deque[int] = deque()
         self._learner_free = True
         self._publishing = False
-        self._made = version  # newest version that the learner has finished
+        self._made = scheduler.version  # newest version that the learner has finished
         self._touched: set[int] = set()  # engines whose next end must be planned again
         self._seconds = {"train": 0.0, "publish": 0.0}
         self._tokens = 0
@@ -136,9 +139,7 @@ class SimulatedRun:
         scheduler = self.scheduler
         while True:
             self._buffer.extend(scheduler.release())
-            while (index := self._engine_with_room()) is not None and (
-                ticket := scheduler.admit()
-            ) is not None:
+            while (index := self._least_loaded()) is not None and (ticket := scheduler.admit()) is not None:
                 self._start(ticket, index)
             if not self._learner_free or len(self._buffer) < scheduler.groups_per_batch:
                 break
@@ -149,15 +150,13 @@ class SimulatedRun:
                 self._at(time, partial(self._end, index, time))
         self._touched.clear()
 
-    def _engine_with_room(self) -> int | None:
-        """The least loaded engine that is up, if a whole group fits on it."""
+    def _least_loaded(self) -> int | None:
+        """The least loaded engine that is up; None if all are down."""
         while self._loads:
             load, index = self._loads[0]
-            engine = self._engines[index]
-            if engine.up and load == engine.concurrency:
-                slots = self.workload.engine_slots
-                return index if slots is None or load + self.workload.group_size <= slots else None
-            heapq.heappop(self._loads)
+            if self._engines[index].up and load == self._engines[index].load:
+                return index
+            heapq.heappop(self._loads)  # An entry of the past: the load has changed since.
         return None
 
     def _touch(self, index: int) -> VirtualEngine:
@@ -176,7 +175,7 @@ class SimulatedRun:
         for length in lengths:
             engine.start(ticket, length)
         self._groups[ticket] = Group(waiting_for=len(lengths))
-        heapq.heappush(self._loads, (engine.concurrency, index))
+        heapq.heappush(self._loads, (engine.load, index))
 
     def _end(self, index: int, time: float) -> None:
         if time != self._planned[index]:
@@ -192,7 +191,7 @@ class SimulatedRun:
                 self._at(self._now + self.workload.reward_seconds, partial(self._complete, ticket))
             elif group.waiting_for == 0:
                 self._judge(ticket)
-        heapq.heappush(self._loads, (engine.concurrency, index))
+        heapq.heappush(self._loads, (engine.load, index))
         self._settle()
 
     def _complete(self, ticket: int) -> None:

@@ -237,7 +237,7 @@ def test_engine_slots_limit_the_concurrency_and_share_the_load():
     scheduler = CreditScheduler(nominal_lag=3, groups_per_batch=P, order=finished_first())
     workload = one_second_updates(response_updates=1.0, engines=4, group_size=2, engine_slots=6)
     run = simulate(scheduler, workload, updates=30)
-    # 4 engines of 3 groups each: 12 groups per second, 32 / 12 seconds for a batch.
+    # 4 engines of 6 responses each: 12 groups per second, 32 / 12 seconds for a batch.
     assert run.engines["concurrency"] == pytest.approx(6.0, abs=0.01)
     assert run.step_seconds == pytest.approx(32 / 12, rel=0.01)
 
@@ -277,7 +277,7 @@ def test_a_prediction_goes_beside_a_measurement():
         ({"publish_seconds": -1}, "publish_seconds must be at least 0, got -1"),
         ({"publish_seconds": math.nan}, "publish_seconds must be at least 0, got nan"),
         ({"pause_seconds": 1.0}, r"pause_seconds must lie in \[0, publish_seconds = 0.0\], got 1.0"),
-        ({"group_size": 8, "engine_slots": 4}, "engine_slots must hold a group of 8, got 4"),
+        ({"engine_slots": 0}, "engine_slots must be at least 1, got 0"),
         ({"filter_probability": 1.0}, r"filter_probability must lie in \[0, 1\), got 1.0"),
         ({"engine_failure_seconds": 0.0}, "engine_failure_seconds must be positive, got 0.0"),
     ],

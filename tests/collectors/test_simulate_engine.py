@@ -47,6 +47,34 @@ def test_a_held_engine_stands_still_until_every_hold_is_gone():
     assert engine.seconds["held"] == 6.0
 
 
+def test_responses_beyond_the_slots_wait_for_their_turn():
+    engine = VirtualEngine(rate_law=constant_rate(10.0), version=0, slots=2)
+    for ticket, length in enumerate([5, 10, 5, 5]):
+        engine.start(ticket, length)
+    ends = {}
+    while engine.load:
+        engine.advance(engine.next_end())
+        if engine.now == 0.5:
+            engine.swap(1)  # Response 2 begins at this very moment, under the new weights.
+        for ticket, versions, counts in engine.pop_ended():
+            ends[ticket] = (engine.now, versions, counts)
+    # 0 and 1 begin at 0.0 s, 2 when 0 ends at 0.5 s, 3 when 1 and 2 end at 1.0 s.
+    assert ends == {
+        0: (0.5, [0], [5]),
+        1: (1.0, [0, 1], [5, 5]),
+        2: (1.0, [1], [5]),
+        3: (1.5, [1], [5]),
+    }
+
+
+def test_a_failed_engine_names_what_it_lost_once():
+    engine = VirtualEngine(rate_law=constant_rate(10.0), version=0, slots=2)
+    for ticket in (4, 4, 4, 9):
+        engine.start(ticket, 5)
+    assert engine.fail() == [4, 9]
+    assert engine.load == 0 and engine.next_end() == math.inf
+
+
 ARRIVALS = st.lists(
     st.tuples(st.floats(0.0, 20.0), st.integers(1, 40)),
     min_size=1,
@@ -62,7 +90,7 @@ def test_processor_sharing_equals_a_naive_loop(arrivals, sequence_seconds):
     arrivals = sorted(arrivals)
     engine, ends = VirtualEngine(rate_law=law, version=0), {}
     waiting = list(enumerate(arrivals))
-    while waiting or engine.concurrency:
+    while waiting or engine.load:
         arrival = waiting[0][1][0] if waiting else math.inf
         if arrival <= engine.next_end():
             ticket, (time, length) = waiting.pop(0)
