@@ -10,7 +10,7 @@ import numpy as np
 from rzero.buffers.entry import restore_batch
 from rzero.buffers.faults import ProvenanceError
 from rzero.buffers.group_queue import GroupQueue, Lease
-from rzero.buffers.packing import digests_match
+from rzero.buffers.packing import PackedBatch, digests_match
 from rzero.buffers.storage import TokenLogStorage
 
 
@@ -26,6 +26,7 @@ class BatchMaker:
         transform: what is done to each batch.
         size: responses in a batch that is prepared ahead.
         ahead: how many batches to prepare ahead.
+        check_digests: recompute the digest of every response.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class BatchMaker:
         *,
         size: int,
         ahead: int,
+        check_digests: bool,
     ):
         """Start the thread, if there is something to prepare ahead."""
         self._storage = storage
@@ -43,6 +45,7 @@ class BatchMaker:
         self._transform = transform
         self._size = size
         self._ahead = ahead
+        self._check_digests = check_digests
         self._prepared: deque[tuple[Lease, Future[Any] | None]] = deque()
         self._executor = ThreadPoolExecutor(1, "rzero-prefetch") if ahead else None
 
@@ -74,18 +77,22 @@ class BatchMaker:
         """
         try:
             batch = restore_batch(*self._storage.store.read(lease.index.numpy()))
-            broken = ~digests_match(batch)
-            if broken.any():
-                faults = self._storage.verify(lease.index[broken])
-                self._queue.drop(lease, np.unique(batch.group_id[broken]).tolist(), "corrupt")
-                raise ProvenanceError(
-                    f"sample: every digest must match, got another at uids {batch.uid[broken].tolist()}, "
-                    f"which were evicted as 'corrupt' with their groups: {faults}"
-                )
+            if self._check_digests:
+                self._check(lease, batch)
             return self._transform(batch)
         except BaseException:
             self._queue.give_back(lease)
             raise
+
+    def _check(self, lease: Lease, batch: PackedBatch) -> None:
+        broken = ~digests_match(batch)
+        if broken.any():
+            faults = self._storage.verify(lease.index[broken])
+            self._queue.drop(lease, np.unique(batch.group_id[broken]).tolist(), "corrupt")
+            raise ProvenanceError(
+                f"sample: every digest must match, got another at uids {batch.uid[broken].tolist()}, "
+                f"which were evicted as 'corrupt' with their groups: {faults}"
+            )
 
     def prepare_ahead(self) -> None:
         """Start on the next batches whose groups are there; the caller holds the lock."""

@@ -83,12 +83,11 @@ class Ledger:
     def check_admit(self, rows: np.ndarray) -> None:
         """Raise ValueError, naming the response, unless all rows may come in together."""
         uids = rows["uid"]
-        values, counts = np.unique(uids, return_counts=True)
-        if (counts > 1).any():
-            raise ValueError(f"extend: uid must be unique, got {values[counts > 1][0]} twice")
         repeated = self._uids.find(uids)
         if repeated.any():
             raise ValueError(f"extend: uid must be new, got {uids[repeated][0]} a second time")
+        if len(set(uids.tolist())) < len(uids):
+            raise ValueError(f"extend: uids must differ, got {uids.tolist()}")
         coming: dict[int, tuple[int, set[int]]] = {}
         columns = (rows[name].tolist() for name in ("group_id", "prompt_id", "sample_index"))
         for group_id, prompt_id, index in zip(*columns, strict=True):

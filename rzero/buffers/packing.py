@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
 from rzero.buffers.digest import PROVENANCE_FIELDS, digest_rows
-from rzero.buffers.records import ROW_FIELDS, TOKEN_FIELDS, Rollout, check_rows
+from rzero.buffers.records import DTYPES, ROW_FIELDS, TOKEN_FIELDS, Rollout, check_layout, check_rows
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 
@@ -69,7 +69,7 @@ class PackedBatch(TensorClass["nocast"]):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        _check_layout(dict(self.items()))
+        check_packed(dict(self.items()))
 
     @property
     def num_responses(self) -> int:
@@ -110,7 +110,8 @@ def pack_fields(responses: Sequence[Mapping[str, Any]]) -> PackedBatch:
     enters a buffer, or by `validate`.
 
     Args:
-        responses: at least one response; a row field is a number, or a tensor of its dtype.
+        responses: at least one response; a row field is a number, or a tensor of its dtype. All or none have
+            ``extras``, a mapping of further token fields.
 
     Returns:
         A batch that owns its memory.
@@ -137,6 +138,9 @@ def _pack(records: Sequence[Mapping[str, Any]], caller: str) -> PackedBatch:
     except KeyError as error:
         raise TypeError(f"{caller}: every response must have the field {error}, got one without") from None
     fields["cu_seqlens"] = offsets([len(record["token_ids"]) for record in records])
+    if extras := records[0].get("extras"):
+        found = {name: torch.cat([record["extras"][name] for record in records]) for name in extras}
+        fields["extras"] = TensorDict(cast(Any, found), batch_size=[len(fields["token_ids"])])
     return PackedBatch(**fields)
 
 
@@ -175,11 +179,11 @@ def validate(batch: PackedBatch, *, caller: str = "validate") -> PackedBatch:
         ValueError: naming the field, the uid and the token of the first violation.
     """
     fields: dict[str, Any] = dict(batch.items())
-    _check_layout(fields)
+    check_packed(fields)
     check_rows(
         {name: fields[name].cpu().contiguous().numpy() for name in TOKEN_FIELDS},
         {name: fields[name].cpu().contiguous().numpy() for name in (*ROW_FIELDS, "digest")},
-        fields["cu_seqlens"].cpu().numpy(),
+        fields["cu_seqlens"].cpu().numpy().astype(np.int64),
         caller=caller,
     )
     return batch
@@ -199,37 +203,37 @@ def offsets(lengths: Sequence[int] | np.ndarray) -> Tensor:
     return torch.from_numpy(bounds if bounds[-1] > _INT32_MAX else bounds.astype(np.int32))
 
 
-def _check_layout(fields: Mapping[str, Any]) -> None:
+def check_packed(fields: dict[str, Any]) -> None:
     """Check dtypes, shapes and offsets of a packed batch."""
-    expected = {**TOKEN_FIELDS, **ROW_FIELDS, "digest": torch.int64}
-    for name, dtype in expected.items():
-        value = fields.get(name)
-        if not isinstance(value, Tensor) or value.dtype != dtype:
-            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"PackedBatch: {name} must be a tensor of dtype {dtype}, got {got}")
-    num_tokens, num_rows = fields["token_ids"].shape[0], fields["uid"].shape[0]
-    for name in expected:
-        want = (num_tokens,) if name in TOKEN_FIELDS else (num_rows, 2) if name == "digest" else (num_rows,)
-        if tuple(fields[name].shape) != want:
-            raise ValueError(f"PackedBatch: {name} must have shape {want}, got {tuple(fields[name].shape)}")
+    num_tokens = _leading(fields.get("token_ids"))
+    num_rows = _leading(fields.get("uid"))
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(TOKEN_FIELDS, (num_tokens,))
+    shapes |= dict.fromkeys(ROW_FIELDS, (num_rows,))
+    shapes["digest"] = (num_rows, 2)
+    check_layout(fields, shapes, caller="PackedBatch")
     cu_seqlens = fields.get("cu_seqlens")
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"PackedBatch: cu_seqlens must be an int32 or int64 tensor, got {cu_seqlens!r:.80}")
-    if tuple(cu_seqlens.shape) != (num_rows + 1,):
+    if cu_seqlens.shape != (num_rows + 1,):
         raise ValueError(
             f"PackedBatch: cu_seqlens must have shape {(num_rows + 1,)}, got {tuple(cu_seqlens.shape)}"
         )
     bounds = cu_seqlens.cpu().numpy()
-    if num_rows == 0 or bounds[0] != 0 or bounds[-1] != num_tokens or (np.diff(bounds) <= 0).any():
+    if num_rows == 0 or bounds[0] != 0 or bounds[-1] != num_tokens or (bounds[1:] <= bounds[:-1]).any():
         raise ValueError(
-            f"PackedBatch: cu_seqlens must rise strictly from 0 to {num_tokens} over at least one response, "
+            f"PackedBatch: cu_seqlens must rise strictly from 0 to {num_tokens} in at least one step, "
             f"got {bounds[:8].tolist()} ... {bounds[-3:].tolist()}"
         )
     extras = fields.get("extras")
     if extras is not None:
         for name, value in extras.items():
-            if name in expected or value.shape != (num_tokens,):
+            if name in DTYPES or value.shape != (num_tokens,):
                 raise ValueError(
                     f"PackedBatch: extras must be new names of shape {(num_tokens,)}, "
                     f"got {name!r} of shape {tuple(value.shape)}"
                 )
+
+
+def _leading(value: Any) -> int:
+    """The length of a tensor; 0 for what is none, which `check_layout` then names."""
+    return value.shape[0] if isinstance(value, Tensor) and value.ndim else 0

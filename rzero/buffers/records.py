@@ -1,5 +1,6 @@
 """The record of one sampled response, and the rules that make it evidence."""
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -43,6 +44,9 @@ ROW_FIELDS = {
     "t_done_ns": torch.int64,
 }
 """Fields with one number a response; `digest`, with two, stands beside them."""
+
+DTYPES = {**TOKEN_FIELDS, **ROW_FIELDS, "digest": torch.int64}
+"""The dtype of every field."""
 
 
 class Rollout(TensorClass["nocast", "frozen"]):
@@ -174,9 +178,7 @@ def segments(rollout: Rollout) -> list[tuple[int, int, int]]:
     ]
 
 
-def check_rows(
-    columns: dict[str, np.ndarray], rows: dict[str, np.ndarray], cu_seqlens: np.ndarray, *, caller: str
-) -> None:
+def check_rows(columns: Mapping[str, np.ndarray], rows: Any, cu_seqlens: np.ndarray, *, caller: str) -> None:
     """Hold packed responses against every rule of `Rollout`, digest included; dtypes and shapes are given.
 
     Args:
@@ -188,101 +190,89 @@ def check_rows(
     Raises:
         ValueError: naming the field, the uid and the token of the first violation.
     """
-    lengths = np.diff(cu_seqlens)
+
+    def reject(broken: np.ndarray, name: str, rule: str) -> None:
+        if broken.any():
+            row = int(broken.argmax())
+            raise ValueError(f"{caller}: {name} must {rule}, got {rows[name][row]} at uid {rows['uid'][row]}")
+
     for name in ("uid", "group_id", "prompt_id", "context_id", "sample_index", "t_submit_ns"):
-        _demand(rows[name] >= 0, f"{caller}: {name} must be >= 0", rows[name], rows)
-    _demand(rows["prompt_length"] >= 1, f"{caller}: prompt_length must be >= 1", rows["prompt_length"], rows)
-    _demand(
-        rows["response_length"] == lengths - rows["prompt_length"],
-        f"{caller}: response_length must be the number of tokens - prompt_length",
-        rows["response_length"],
-        rows,
+        reject(rows[name] < 0, name, "be >= 0")
+    reject(rows["prompt_length"] < 1, "prompt_length", "be >= 1")
+    reject(rows["response_length"] < 0, "response_length", "be >= 0")
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    reject(
+        rows["prompt_length"] + rows["response_length"] != lengths,
+        "response_length",
+        "be the number of tokens less prompt_length",
     )
-    _demand(
-        rows["response_length"] >= 0, f"{caller}: response_length must be >= 0", rows["response_length"], rows
-    )
-    _demand(np.isfinite(rows["reward"]), f"{caller}: reward must be finite", rows["reward"], rows)
-    codes = [code.value for code in FinishCode]
-    _demand(
-        np.isin(rows["finish_code"], codes),
-        f"{caller}: finish_code must be one of {codes}",
-        rows["finish_code"],
-        rows,
-    )
-    for early, late in (("t_submit_ns", "t_first_ns"), ("t_first_ns", "t_done_ns")):
-        _demand(rows[early] <= rows[late], f"{caller}: {late} must not precede {early}", rows[late], rows)
+    reject(~np.isfinite(rows["reward"]), "reward", "be finite")
+    reject(rows["finish_code"].view(np.uint8) > max(FinishCode), "finish_code", "be a FinishCode, 0 to 2")
+    reject(rows["t_first_ns"] < rows["t_submit_ns"], "t_first_ns", "not precede t_submit_ns")
+    reject(rows["t_done_ns"] < rows["t_first_ns"], "t_done_ns", "not precede t_first_ns")
     _check_tokens(columns, rows, cu_seqlens, caller)
-    provenance = [columns[name] for name in PROVENANCE_FIELDS]
     bounds = cu_seqlens.tolist()
-    digests = digest_rows(provenance, bounds[:-1], bounds[1:])
-    _demand(
-        (digests == rows["digest"]).all(1),
-        f"{caller}: digest must be the provenance_digest of the token fields",
-        rows["digest"],
-        rows,
-    )
+    digests = digest_rows([columns[name] for name in PROVENANCE_FIELDS], bounds[:-1], bounds[1:])
+    reject((digests != rows["digest"]).any(1), "digest", "be the provenance_digest of the token fields")
 
 
-def _check_tokens(
-    columns: dict[str, np.ndarray], rows: dict[str, np.ndarray], cu_seqlens: np.ndarray, caller: str
-) -> None:
+def _check_tokens(columns: Mapping[str, np.ndarray], rows: Any, cu_seqlens: np.ndarray, caller: str) -> None:
     """Check the token fields value by value."""
+
+    def reject(broken: np.ndarray, name: str, rule: str) -> None:
+        if broken.any():
+            token = int(broken.argmax())
+            row = int(np.searchsorted(cu_seqlens, token, side="right")) - 1
+            raise ValueError(
+                f"{caller}: {name} must {rule}, got {columns[name][token]} "
+                f"at token {token - int(cu_seqlens[row])} of uid {rows['uid'][row]}"
+            )
+
     mask, log_probs, version = (
         columns[name] for name in ("response_mask", "behavior_log_probs", "policy_version")
     )
-
-    def demand(holds: np.ndarray, rule: str, values: np.ndarray) -> None:
-        if holds.all():
-            return
-        token = int(np.argmin(holds))
-        row = int(np.searchsorted(cu_seqlens, token, side="right")) - 1
-        raise ValueError(
-            f"{caller}: {rule}, got {values[token]} at token {token - int(cu_seqlens[row])} "
-            f"of uid {rows['uid'][row]}"
-        )
-
-    demand(columns["token_ids"] >= 0, "token_ids must be >= 0", columns["token_ids"])
-    demand(
-        (log_probs <= 0) & (log_probs > -np.inf) | ~mask,
-        "behavior_log_probs must be finite and <= 0 where response_mask is True",
-        log_probs,
+    reject(columns["token_ids"] < 0, "token_ids", "be >= 0")
+    reject(
+        np.isnan(log_probs) == mask,
+        "behavior_log_probs",
+        "be a number where response_mask is True and NaN elsewhere",
     )
-    demand(
-        np.isnan(log_probs) | mask, "behavior_log_probs must be NaN where response_mask is False", log_probs
-    )
-    demand((version >= 0) | ~mask, "policy_version must be >= 0 where response_mask is True", version)
-    demand((version == -1) | mask, "policy_version must be -1 where response_mask is False", version)
-    starts = cu_seqlens[:-1].astype(np.int64)
-    sampled = np.concatenate(([0], np.cumsum(mask)))
-    in_prompt = sampled[starts + rows["prompt_length"]] - sampled[starts]
-    _demand(in_prompt == 0, f"{caller}: response_mask must be False on the prompt", in_prompt, rows)
-    in_row = sampled[cu_seqlens[1:]] - sampled[starts]
-    _demand(
-        (in_row > 0) | (rows["finish_code"] == FinishCode.ABORT),
-        f"{caller}: response_mask must be True somewhere unless finish_code is ABORT",
-        in_row,
-        rows,
-    )
+    reject(log_probs > 0, "behavior_log_probs", "be <= 0")
+    reject(log_probs == -np.inf, "behavior_log_probs", "be finite")
+    reject((version >= 0) != mask, "policy_version", "be >= 0 where response_mask is True and -1 elsewhere")
+    reject(version < -1, "policy_version", "be -1 where response_mask is False")
+    sampled = np.zeros(len(mask) + 1, np.int64)
+    np.cumsum(mask, out=sampled[1:])
+    at_start, at_end = sampled[cu_seqlens[:-1]], sampled[cu_seqlens[1:]]
+    in_prompt = sampled[cu_seqlens[:-1] + rows["prompt_length"]] > at_start
+    if in_prompt.any():
+        uid = rows["uid"][in_prompt.argmax()]
+        raise ValueError(f"{caller}: response_mask must be False on the prompt, got True in uid {uid}")
+    unsampled = (at_end == at_start) & (rows["finish_code"] != FinishCode.ABORT)
+    if unsampled.any():
+        uid = rows["uid"][unsampled.argmax()]
+        raise ValueError(f"{caller}: response_mask must be True somewhere unless aborted, got uid {uid}")
 
 
-def _demand(holds: np.ndarray, rule: str, values: np.ndarray, rows: dict[str, np.ndarray]) -> None:
-    if not holds.all():
-        row = int(np.argmin(holds))
-        raise ValueError(f"{rule}, got {values[row]} at uid {rows['uid'][row]}")
-
-
-def _checked_length(fields: dict[str, Tensor]) -> int:
+def _checked_length(fields: dict[str, Any]) -> int:
     """Check dtypes and shapes of one response and return T."""
-    for name, dtype in {**TOKEN_FIELDS, **ROW_FIELDS, "digest": torch.int64}.items():
-        value = fields.get(name)
-        if not isinstance(value, Tensor) or value.dtype != dtype:
-            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"Rollout: {name} must be a tensor of dtype {dtype}, got {got}")
-        shape = ("T",) if name in TOKEN_FIELDS else (2,) if name == "digest" else ()
-        want = tuple(fields["token_ids"].shape[:1]) if shape == ("T",) else shape
-        if tuple(value.shape) != want:
-            raise ValueError(f"Rollout: {name} must have shape {want}, got {tuple(value.shape)}")
-    length = fields["token_ids"].shape[0]
+    tokens = fields.get("token_ids")
+    length = tokens.shape[0] if isinstance(tokens, Tensor) and tokens.ndim else 0
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(TOKEN_FIELDS, (length,))
+    shapes |= dict.fromkeys(ROW_FIELDS, ())
+    shapes["digest"] = (2,)
+    check_layout(fields, shapes, caller="Rollout")
     if length == 0:
         raise ValueError("Rollout: token_ids must hold at least the prompt, got 0 tokens")
     return length
+
+
+def check_layout(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], *, caller: str) -> None:
+    """Check that each field is a tensor of its dtype and of the shape that is named for it."""
+    for name, shape in shapes.items():
+        value = fields.get(name)
+        if not isinstance(value, Tensor) or value.dtype != DTYPES[name]:
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{caller}: {name} must be a tensor of dtype {DTYPES[name]}, got {got}")
+        if value.shape != shape:
+            raise ValueError(f"{caller}: {name} must have shape {shape}, got {tuple(value.shape)}")

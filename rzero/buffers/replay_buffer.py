@@ -12,7 +12,7 @@ from torchrl.envs.transforms import Compose, Transform
 from rzero.buffers.batch_maker import BatchMaker
 from rzero.buffers.context import ContextTable
 from rzero.buffers.group_queue import Eviction, GroupQueue
-from rzero.buffers.packing import PackedBatch, pack
+from rzero.buffers.packing import PackedBatch, pack_fields
 from rzero.buffers.records import Rollout
 from rzero.buffers.samplers import FifoGroupSampler, GroupSampler
 from rzero.buffers.state import State, from_tensors, read_state, write_state
@@ -33,6 +33,8 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
         sampler: the order in which groups leave; by default first completed, first drawn.
         timeout: seconds that `sample` waits, unless it is told otherwise.
         prefetch: batches to prepare ahead of time in a thread. They count as stored until they are sampled.
+        check_digests: recompute the digest of every response that is sampled. Without it,
+            `TokenLogStorage.verify` and the learner's own check are what is left to notice a changed byte.
         transform: a TorchRL transform: its inverse runs on what is written, itself on what is sampled.
 
     Raises:
@@ -59,6 +61,7 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
         sampler: GroupSampler | None = None,
         timeout: float = 600.0,
         prefetch: int = 0,
+        check_digests: bool = True,
         transform: Transform | Callable[[Any], Any] | None = None,
     ):
         """Take the storage over."""
@@ -71,6 +74,7 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
             if value < least:
                 raise ValueError(f"ProvenanceReplayBuffer: {name} must be at least {least}, got {value}")
         self._store = storage.bind(group_size)
+        self._sync = storage.sync
         sampler = FifoGroupSampler() if sampler is None else sampler
         super().__init__(
             storage=storage,
@@ -88,7 +92,12 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
         self._queue = GroupQueue(storage, sampler, capacity_groups=capacity_updates * groups_per_batch)
         self._timeout = timeout
         self._maker = BatchMaker(
-            storage, self._queue, self._transformed, size=group_size * groups_per_batch, ahead=prefetch
+            storage,
+            self._queue,
+            self._transformed,
+            size=group_size * groups_per_batch,
+            ahead=prefetch,
+            check_digests=check_digests,
         )
         with self._queue.changed:
             self._maker.prepare_ahead()
@@ -114,14 +123,15 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
 
     def extend(
         self,
-        data: Sequence[Rollout] | PackedBatch | TensorDictBase,
+        data: Sequence[Rollout | Mapping[str, Any]] | PackedBatch | TensorDictBase,
         *,
         update_priority: bool | None = None,
     ) -> Tensor:
         """Store responses, all or none; when this returns they are acknowledged.
 
         Args:
-            data: responses, a batch of them, or a batch that came as a plain TensorDict from another process.
+            data: responses, as `Rollout` records or as mappings of their fields; a batch of them; or a batch
+                that came as a plain TensorDict from another process.
             update_priority: must be None; there are no priorities.
 
         Returns:
@@ -135,12 +145,16 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
         if update_priority is not None:
             raise ValueError("extend: update_priority must be None, because groups have no priorities")
         self._queue.check_open("extend")
-        batch: Any = _as_batch(data)
+        if isinstance(data, TensorDictBase):
+            data = PackedBatch.from_tensordict(data)
         if self._has_transform:
-            batch = cast(Any, self.transform).inv(batch)
-            if batch is None:
+            batch = (
+                data if isinstance(data, PackedBatch) else pack_fields([dict(row.items()) for row in data])
+            )
+            data = cast(Any, self.transform).inv(batch)
+            if data is None:
                 return torch.zeros(0, dtype=torch.int64)
-        index = self.writer.extend(batch)
+        index = self.writer.extend(cast(Any, data))
         with self._queue.changed:
             self._queue.update()
             self._maker.prepare_ahead()
@@ -329,7 +343,7 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
         also = {f"{part}.{name}": value.numpy() for part in order for name, value in order[part].items()}
         if transform:
             torch.save(transform, folder / "transform.pt")
-        write_state(state, folder / "buffer.bin", also=also)
+        write_state(state, folder / "buffer.bin", also=also, sync=self._sync)
 
     def loads(self, path: str | Path) -> None:
         """Put what `dumps` wrote in the place of everything that is stored. Nothing is unpickled."""
@@ -362,14 +376,6 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
     @property
     def _has_transform(self) -> bool:
         return len(cast(Compose, self.transform)) > 0
-
-
-def _as_batch(data: Sequence[Rollout] | PackedBatch | TensorDictBase) -> PackedBatch:
-    if isinstance(data, PackedBatch):
-        return data
-    if isinstance(data, TensorDictBase):
-        return PackedBatch.from_tensordict(data)
-    return pack(data)
 
 
 def _identity(data: Any) -> Any:

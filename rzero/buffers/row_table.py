@@ -40,15 +40,17 @@ class RowTable:
 
     def next_places(self, count: int) -> np.ndarray:
         """Where the next ``count`` rows will go, int64 ``[count]``."""
+        if not self._free:
+            return np.arange(self._top, self._top + count)
         reused = self._free[: -count - 1 : -1]
         return np.array([*reused, *range(self._top, self._top + count - len(reused))], dtype=np.int64)
 
     def insert(self, rows: np.ndarray) -> np.ndarray:
         """Add rows at `next_places`, and return these."""
         places = self.next_places(len(rows))
-        fresh = int((places >= self._top).sum())
-        del self._free[len(self._free) - (len(rows) - fresh) :]
-        self._top += fresh
+        reused = min(len(rows), len(self._free))
+        del self._free[len(self._free) - reused :]
+        self._top += len(rows) - reused
         if self._top > len(self._rows):
             size = max(1024, 2 * len(self._rows), self._top)
             self._rows = np.concatenate((self._rows, np.empty(size - len(self._rows), ROW_DTYPE)))

@@ -52,21 +52,25 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> State:
     return State(columns, arrays, note)
 
 
-def write_state(state: State, path: Path, *, also: Mapping[str, np.ndarray] | None = None) -> None:
+def write_state(
+    state: State, path: Path, *, also: Mapping[str, np.ndarray] | None = None, sync: bool = False
+) -> None:
     """Write a state to one file, replaced atomically; pieces of columns are not copied in memory.
 
     Args:
         state: what to write.
         path: the file.
         also: further arrays that belong to it.
+        sync: flush to the device, which also outlives power failures.
     """
     book = np.frombuffer(_book(state), np.uint8)
     arrays = {**state.columns, **{f"+{name}": value for name, value in (also or {}).items()}, "book": book}
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:
         file.writelines(encode(arrays, {"crc": zlib.crc32(book.data)}))
-        file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
     partial.replace(path)
 
 

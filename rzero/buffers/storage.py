@@ -1,9 +1,9 @@
 """TorchRL's Storage over the store."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from rzero.buffers.digest import PROVENANCE_FIELDS
-from rzero.buffers.entry import Entry, prepare, restore_batch
+from rzero.buffers.entry import entry_of_batch, entry_of_records, restore_batch
 from rzero.buffers.faults import Fault
 from rzero.buffers.packing import PackedBatch, unpack
 from rzero.buffers.records import ROW_FIELDS, TOKEN_FIELDS, Rollout
@@ -38,7 +38,8 @@ class TokenLogStorage(Storage):
         path: a directory, created or continued. None keeps everything in memory.
         extra_fields: token fields that are not evidence, and their dtypes, such as
             ``{"log_probs": torch.float32}`` for the learner's. They come with a response or are added later.
-        sync: with ``path``, flush each change to the device, which also outlives power failures. Slow.
+        sync: flush each change of a ``path``, and each dump, to the device, which also outlives power
+            failures.
         clock: seconds, for the waiting times in messages.
 
     Raises:
@@ -70,7 +71,7 @@ class TokenLogStorage(Storage):
         self._chunk_tokens = chunk_tokens
         self._path = None if path is None else Path(path)
         self._extras = {name: _numpy_dtype(dtype) for name, dtype in extra_fields.items()}
-        self._sync = sync
+        self.sync = sync
         self._clock = clock
         self._store: Store | None = None
 
@@ -92,7 +93,7 @@ class TokenLogStorage(Storage):
             log=TokenLog(fields, chunk_tokens=self._chunk_tokens, directory=self._path),
             extras=tuple(self._extras),
             directory=self._path,
-            sync=self._sync,
+            sync=self.sync,
             clock=self._clock,
             on_change=self._note,
         )
@@ -109,13 +110,12 @@ class TokenLogStorage(Storage):
             raise RuntimeError("TokenLogStorage: give the storage to a ProvenanceReplayBuffer first")
         return self._store
 
-    def prepare(self, batch: PackedBatch) -> Entry:
-        """Validate a batch and lay it out for `Store.admit`; takes no lock."""
-        return prepare(batch, self._extras, chunk_tokens=self._chunk_tokens)
-
-    def append(self, batch: PackedBatch) -> Tensor:
-        """Store all responses of a batch or none, and return their places, int64 ``[B]``."""
-        return torch.from_numpy(self.store.admit(self.prepare(batch)))
+    def append(self, data: PackedBatch | Sequence[Rollout | Mapping[str, Any]]) -> Tensor:
+        """Check responses, store all or none, and return their places, int64 ``[B]``."""
+        entry_of = entry_of_batch if isinstance(data, PackedBatch) else entry_of_records
+        # Checked before the lock is taken, so that writers hash at the same time.
+        entry = entry_of(cast(Any, data), self._extras, chunk_tokens=self._chunk_tokens)
+        return torch.from_numpy(self.store.admit(entry))
 
     def annotate(self, uids: Tensor, name: str, values: Tensor) -> None:
         """Add values of an extra field to stored responses; evidence cannot be written, here or anywhere.
@@ -203,7 +203,7 @@ class TokenLogStorage(Storage):
 
     def dumps(self, path: str | Path) -> None:
         """Write everything that is stored to one file, replaced atomically."""
-        write_state(self.store.state(), Path(path))
+        write_state(self.store.state(), Path(path), sync=self.sync)
 
     def loads(self, path: str | Path) -> None:
         """Put what `dumps` wrote in the place of everything that is stored."""
@@ -222,7 +222,7 @@ class TokenLogStorage(Storage):
 
     def _note(self, places: np.ndarray) -> None:
         if len(places):
-            note_write(self, torch.from_numpy(places))
+            note_write(self, int(places[-1]))
         else:
             note_change(self)
 

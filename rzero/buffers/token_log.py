@@ -144,10 +144,7 @@ class TokenLog:
 
     def _open_chunk(self) -> None:
         sealed, self._open, self._cursor = self._open, self._open + 1, 0
-        if self._directory is None:
-            chunk = {name: np.empty(self.chunk_tokens, dtype) for name, dtype in self.fields.items()}
-        else:
-            chunk = self._map(self._open, create=True)
+        chunk = self._map(self._open, create=True)
         self._chunks[self._open], self._live[self._open] = chunk, 0
         self._drop_if_done(sealed)
 
@@ -161,15 +158,19 @@ class TokenLog:
     def _map(self, chunk: int, *, create: bool) -> dict[str, np.ndarray]:
         path = self.path(chunk)
         if path is None:
-            raise RuntimeError("TokenLog: an in-memory log has no files")
-        file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
-        try:
-            if create:
-                # Reserved now, so that a full disk is an error here and not a fatal signal at a later write.
-                os.posix_fallocate(file, 0, self._chunk_bytes)
-            mapped = mmap.mmap(file, self._chunk_bytes)
-        finally:
-            os.close(file)
+            mapped = mmap.mmap(-1, self._chunk_bytes)
+            # A chunk is filled from end to end: large pages halve the time of a first write.
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        else:
+            file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+            try:
+                if create:
+                    # Reserved now, so that a full disk is an error here and not a fatal signal at a later
+                    # write.
+                    os.posix_fallocate(file, 0, self._chunk_bytes)
+                mapped = mmap.mmap(file, self._chunk_bytes)
+            finally:
+                os.close(file)
         columns, offset = {}, 0
         for name, dtype in self.fields.items():
             columns[name] = np.frombuffer(mapped, dtype, self.chunk_tokens, offset)

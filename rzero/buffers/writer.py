@@ -1,12 +1,12 @@
 """TorchRL's Writer for a storage that finds the places itself."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
 from torchrl.data.replay_buffers.writers import Writer
 
-from rzero.buffers.packing import PackedBatch, pack
+from rzero.buffers.packing import PackedBatch
 from rzero.buffers.records import Rollout
 from rzero.buffers.storage import TokenLogStorage
 
@@ -18,11 +18,9 @@ class TokenLogWriter(Writer):
         """Store one response and return its place."""
         return int(self.extend([data]))
 
-    def extend(self, data: PackedBatch | Sequence[Rollout]) -> Tensor:
+    def extend(self, data: PackedBatch | Sequence[Rollout | Mapping[str, Any]]) -> Tensor:
         """Store all responses or none, and return their places, int64 ``[B]``."""
-        return cast(TokenLogStorage, self._storage).append(
-            data if isinstance(data, PackedBatch) else pack(data)
-        )
+        return cast(TokenLogStorage, self._storage).append(data)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing."""
