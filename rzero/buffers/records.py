@@ -109,6 +109,10 @@ class Rollout(TensorClass["nocast", "frozen"]):
         rows = {name: fields[name].cpu().numpy()[None] for name in (*ROW_FIELDS, "digest")}
         check_rows(columns, rows, np.array([0, length]), caller="Rollout")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Unpickle through the constructor, which TensorClass's own way would pass by."""
+        return _from_fields, (dict(self.items()),)
+
 
 def make_rollout(
     *,
@@ -136,9 +140,11 @@ def make_rollout(
         TypeError: if a field is missing, unknown, or a tensor of another dtype.
         ValueError: see `Rollout`; also for a number that its dtype cannot hold.
     """
+    if unknown := numbers.keys() - ROW_FIELDS.keys():
+        raise TypeError(f"make_rollout: fields must be those of Rollout, got {sorted(unknown)}")
     rows = {}
     for name, value in numbers.items():
-        if name in ROW_FIELDS and not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             if ROW_FIELDS[name].is_floating_point:
                 value = torch.tensor(float(value), dtype=ROW_FIELDS[name])
             else:
@@ -155,6 +161,10 @@ def make_rollout(
         digest=digest,
         **rows,
     )
+
+
+def _from_fields(fields: dict[str, Any]) -> Rollout:
+    return Rollout(**fields)
 
 
 def segments(rollout: Rollout) -> list[tuple[int, int, int]]:
