@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -18,16 +19,14 @@ import transformers
 import tyro
 from tqdm import tqdm
 
+from recipes.errors import RecipeError
 from rzero.collectors import Channel, open_channels
 from rzero.collectors.transport import ConnectionLost
 
 ConfigT = TypeVar("ConfigT")
 LEARNER = 0
+GRACE = 10.0  # seconds
 START = "torchrun --standalone --nproc-per-node=2"
-
-
-class RecipeError(Exception):
-    """The user asked for something that cannot be; the message is one line and says what to do."""
 
 
 def parse(config_class: type[ConfigT], *, default: ConfigT, description: str) -> ConfigT:
@@ -44,11 +43,16 @@ def parse(config_class: type[ConfigT], *, default: ConfigT, description: str) ->
             return tyro.cli(
                 config_class, default=default, description=description, console_outputs=_is_learner()
             )
+    except RecipeError as error:
+        said, code = io.StringIO(str(error)), 2
     except SystemExit as end:
-        if end.code not in (0, None):
-            words = [line.strip("│╭╮╰╯─ \n") for line in said.getvalue().splitlines()]
-            _say("error: " + " ".join(word for word in words if word and word != "Parsing error"))
-        _end(int(end.code or 0))
+        code = int(end.code or 0)
+    if code:
+        words = [line.strip("│╭╮╰╯─ ") for line in said.getvalue().splitlines()]
+        _say("error: " + " ".join(word for word in words if word and word != "Parsing error"))
+    if not _is_learner():
+        time.sleep(GRACE)  # torchrun ends all ranks when one ends; the learner shall have said why by then.
+    _end(code)
 
 
 def run(

@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 
-from recipes.launch import RecipeError
+from recipes.errors import RecipeError
 from recipes.tasks import Problem, ReasoningTasks
 from recipes.tiny_model import cached_tiny_model, default_cache_dir, encode_prompt
 from rzero.collectors import GenerationRequest, Prompt, RewardFunction, TransformersEngine

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from recipes.errors import RecipeError
 from recipes.launch import parse, run
 from recipes.policy import load_policy
 from recipes.run_log import RunLog
@@ -29,6 +30,9 @@ from rzero.collectors import (
 from rzero.kernels.causal_lm import causal_lm_log_probs
 from rzero.losses import group_mean_advantages, reinforce_loss
 
+LEAST = {"nominal_lag": 0, "updates": 1, "prompts_per_update": 1, "group_size": 2, "max_new_tokens": 1}
+LEAST |= {"temperature": 1e-3, "max_slots": 1, "eval_every": 1, "held_out": 1, "held_out_samples": 1}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -37,7 +41,7 @@ class Config:
     nominal_lag: int = 2
     """Updates that the samplers may be behind, on average, when a response is trained on; 0 is
     synchronous."""
-    updates: int = 2000
+    updates: int = 2500
     """Optimizer updates."""
     tasks: tuple[str, ...] = ("basic_arithmetic",)
     """Data sets of reasoning-gym, mixed in equal parts; each NAME or NAME:KEY=VALUE,KEY=VALUE."""
@@ -68,12 +72,19 @@ class Config:
     """Responses per held-out problem, sampled like those trained on; the accuracy is the mean over all."""
     seed: int = 0
     """Seed of problems and sampling."""
-    warm_up_steps: int = 400
+    warm_up_steps: int = 600
     """Supervised steps that make the tiny model."""
     runs: Path = Path("runs")
     """Folder under which the run's own folder is made."""
     tensorboard: bool = False
     """Write TensorBoard events beside the CSV files."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run."""
+        for name, least in LEAST.items():
+            if not getattr(self, name) >= least:
+                flag = name.replace("_", "-")
+                raise RecipeError(f"--{flag} must be at least {least}, got {getattr(self, name)}")
 
 
 def learn(config: Config, channels: dict[int, tuple[Channel, Channel]]) -> None:
@@ -133,6 +144,7 @@ def learn(config: Config, channels: dict[int, tuple[Channel, Channel]]) -> None:
                 batch.cu_seqlens,
                 batch.response_mask,
                 temperature=config.temperature,
+                prompt_length=batch.prompt_length,  # each prompt is computed once for its group
             )
             loss = reinforce_loss(
                 log_probs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -141,7 +142,7 @@ class RunLog:
         """Note the held-out accuracy of the weights of a version."""
         self._held_out[version] = accuracy
         self._write({"version": version, "held_out_accuracy": accuracy}, step=version)
-        self._bar.write(f"version {version}: held-out accuracy {accuracy:.3f}")
+        self._bar.write(f"version {version}: held-out accuracy {accuracy:.3f}", file=sys.stderr)
 
     def seconds(self) -> float:
         """Wall time so far without evaluation."""

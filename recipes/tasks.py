@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipes.errors import RecipeError
+
 # What a model of 0.1M parameters can begin to learn; any other data set of reasoning-gym runs with its own
 # defaults.
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
@@ -57,7 +59,7 @@ class ReasoningTasks:
             compared.
 
     Raises:
-        ValueError: If a data set or one of its options is not known, or the held-out set leaves nothing to
+        RecipeError: If a data set or one of its options is not known, or the held-out set leaves nothing to
             train on.
 
     Example:
@@ -82,7 +84,7 @@ class ReasoningTasks:
                 break
         self._held_out_questions = seen
         if all(_problem(self._train, index).question in seen for index in range(1000)):
-            raise ValueError(
+            raise RecipeError(
                 f"ReasoningTasks: held_out_size must leave problems to train on, "
                 f"got {held_out_size} for {list(specs)}"
             )
@@ -110,7 +112,7 @@ def _parse(spec: str) -> tuple[str, dict[str, Any]]:
     for option in filter(None, options.split(",")):
         key, equals, value = option.partition("=")
         if not equals:
-            raise ValueError(f"ReasoningTasks: specs must be name:key=value,key=value, got {spec!r}")
+            raise RecipeError(f"ReasoningTasks: specs must be name:key=value,key=value, got {spec!r}")
         try:
             config[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -126,7 +128,7 @@ def _composite(configs: Sequence[tuple[str, dict[str, Any]]], *, seed: int) -> A
     try:
         return reasoning_gym.create_dataset("composite", datasets=specs, seed=seed, size=HELD_OUT_OFFSET)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(
+        raise RecipeError(
             f"ReasoningTasks: specs must name data sets of reasoning-gym and their options, "
             f"got {list(configs)}: {error}"
         ) from error

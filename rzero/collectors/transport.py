@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rzero.collectors.engine import EngineError
 
-class ConnectionLost(RuntimeError):
+
+class ConnectionLost(EngineError):
     """The rank at the other end is gone."""
 
 

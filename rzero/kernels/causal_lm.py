@@ -21,7 +21,8 @@ def causal_lm_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Score packed rows with a causal LM, at the temperature that they were sampled with.
 
-        log_probs[t] = log_softmax(logits(token_ids[start .. t-1]) / temperature)[token_ids[t]]   where mask[t]
+        log_probs[t] = log_softmax(logits(token_ids[start .. t-1]) / temperature)[token_ids[t]]   where
+        mask[t]
 
     Args:
         model: A Hugging Face causal LM.
@@ -29,8 +30,8 @@ def causal_lm_log_probs(
         cu_seqlens: int [B + 1], row offsets.
         mask: bool [N]; tokens to score. Never the first token of a row, which nothing precedes.
         temperature: Greater than 0; the logits are divided by it, as in the sampler.
-        prompt_length: int [B] >= 1; if given, keys and values of equal prompts are computed once and shared by
-            their rows, and no token of a prompt is scored. None computes every row alone.
+        prompt_length: int [B] >= 1; if given, keys and values of equal prompts are computed once and shared
+            by their rows, and no token of a prompt is scored. None computes every row alone.
         log_softmax: Over the last dimension of float32 [M, V]; pass the one that the sampler uses.
 
     Returns:

@@ -63,7 +63,8 @@ def make_engine() -> Iterator[Callable[..., TransformersEngine]]:
 
 
 def full_forward_log_probs(model, prompt, response, *, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs of a response by one plain forward over the whole row: the derivation the engine must agree with."""
+    """Log-probs of a response by one plain forward over the whole row: the derivation the engine must agree
+    with."""
     ids = torch.tensor([[*prompt, *response.tolist()]])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0].double() / temperature

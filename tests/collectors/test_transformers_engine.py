@@ -60,8 +60,8 @@ def test_other_families(make_engine, config, model_class):
 
 
 def test_temperature_is_part_of_the_recorded_distribution(make_engine):
-    # Golden: logits [2, 1, 0] at T = 0.5 are [4, 2, 0]; log p_0 = -ln(1 + e^-2 + e^-4) = -0.142932, whereas the
-    # untempered -ln(1 + e^-1 + e^-2) = -0.407606 would describe another sampler.
+    # Golden: logits [2, 1, 0] at T = 0.5 are [4, 2, 0]; log p_0 = -ln(1 + e^-2 + e^-4) = -0.142932, whereas
+    # the untempered -ln(1 + e^-1 + e^-2) = -0.407606 would describe another sampler.
     model = llama()
     with torch.no_grad():
         model.lm_head.weight.zero_()
