@@ -93,7 +93,7 @@ def restore_batch(columns: Mapping[str, np.ndarray], rows: np.ndarray) -> Packed
     fields["response_mask"] = fields["policy_version"] >= 0
     fields["cu_seqlens"] = offsets(row_lengths(rows))
     for name in (*ROW_FIELDS, "digest"):
-        fields[name] = torch.from_numpy(np.ascontiguousarray(rows[name]))
+        fields[name] = torch.from_numpy(rows[name].copy())
     extras = {name: torch.from_numpy(columns[name]) for name in columns if name not in PROVENANCE_FIELDS}
     if extras:
         fields["extras"] = TensorDict(extras, batch_size=[len(columns["token_ids"])])

@@ -297,6 +297,10 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
                 **{f"failed/{reason}": count for reason, count in book.failed.items()},
             }
 
+    def __getitem__(self, index: Any) -> Any:
+        """Copy stored responses by place, or one field of all of them by name; nothing is consumed."""
+        return self[:].get(index) if isinstance(index, str) else super().__getitem__(index)
+
     def __len__(self) -> int:
         """How many responses are stored."""
         return len(self._store)

@@ -44,7 +44,7 @@ def test_a_group_that_comes_back_takes_its_old_place():
 
 
 def test_random_is_uniform():
-    # 4 groups, 2 draws, 3,000 times: each of the 12 ordered pairs is expected 250 times, standard deviation 15.
+    # Each of the 12 ordered pairs is expected 250 times of 3,000, with a standard deviation of 15.
     sampler, pairs = RandomGroupSampler(seed=3), Counter()
     for _ in range(3000):
         sampler.rebuild(GROUPS)
