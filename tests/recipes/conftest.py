@@ -46,7 +46,7 @@ def start(cache, tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
 def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
     """The processes of the ranks, by rank, once all have started."""
     while True:
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children()
         ranks = {c.environ()["RANK"]: c for c in children if "RANK" in _environ(c)}
         if len(ranks) >= 2 or process.poll() is not None:
             return [ranks[rank] for rank in sorted(ranks)]
