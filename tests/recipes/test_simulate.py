@@ -8,6 +8,7 @@ from matplotlib.image import imread
 
 from recipes.simulate import Config, crossings, main, table
 from recipes.simulate_cluster import LARGE, SMALL, balance
+from rzero.collectors.scheduler import strict
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,18 @@ def test_the_balanced_split_makes_both_sides_equally_long():
     sampled = 8192 * 11_300 / (split.engines * 128 * workload.rate_law(128))
     assert trained == pytest.approx(split.step_seconds, rel=0.03)
     assert sampled == pytest.approx(split.step_seconds, rel=0.03)
+
+
+def test_a_cluster_in_numbers():
+    # 2 s + 6 * 1.5e9 operations * 7e6 tokens / (350e12 * 2 per second) = 2 + 90 s.
+    workload = SMALL.workload(2)
+    assert workload.train_seconds(7_000_000) == pytest.approx(92.0)
+    assert workload.engines == 14 and SMALL.colocated().engines == 16
+    assert SMALL.credits(3, strict()).capacity == 4 * 512 // 8
+    # A quarter of the cluster has a quarter of the tokens and takes as long.
+    model = SMALL.workload(4, scale=4)
+    assert model.engines == 3
+    assert model.train_seconds(7_000_000 // 4) == pytest.approx(SMALL.workload(4).train_seconds(7_000_000))
 
 
 def test_crossings_interpolate():
