@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torchrl.collectors import BaseCollector
 
-from rzero.buffers import ROW_FIELDS, TOKEN_FIELDS, PackedBatch, ProvenanceReplayBuffer
-from rzero.collectors.engine import Completion, GenerationEngine, GenerationRequest, row_fields
+from rzero.buffers import ROW_FIELDS, PackedBatch, ProvenanceReplayBuffer
+from rzero.collectors.engine import Completion, GenerationEngine, GenerationRequest, packed_rows
 from rzero.collectors.hashing import splitmix64
 from rzero.collectors.scheduler import Scheduler
 from rzero.collectors.weights import PublishReport, WeightPublisher
@@ -44,9 +44,13 @@ each."""
 def pack_group(completions: Sequence[Completion], rewards: Sequence[float]) -> PackedBatch:
     """The completions of one group with their rewards, as the buffer takes them."""
     requests = [c.request for c in completions]
-    fields = [
-        row_fields(c.request.prompt, c.response, c.behavior_log_probs, c.policy_version) for c in completions
-    ]
+    rows = packed_rows(
+        [r.prompt for r in requests],
+        [len(c.response) for c in completions],
+        torch.cat([c.response for c in completions]),
+        torch.cat([c.behavior_log_probs for c in completions]),
+        torch.cat([c.policy_version for c in completions]),
+    )
     numbers: dict[str, list[Any]] = {
         "uid": [r.uid for r in requests],
         "group_id": [r.group_id for r in requests],
@@ -62,10 +66,9 @@ def pack_group(completions: Sequence[Completion], rewards: Sequence[float]) -> P
         "t_first_ns": [c.t_first_ns for c in completions],
         "t_done_ns": [c.t_done_ns for c in completions],
     }
-    lengths = torch.tensor([0, *(len(row["token_ids"]) for row in fields)])
-    packed: dict[str, Any] = {name: torch.cat([row[name] for row in fields]) for name in TOKEN_FIELDS}
+    packed: dict[str, Any] = {name: torch.from_numpy(values) for name, values in rows.items()}
     packed |= {name: torch.tensor(numbers[name], dtype=dtype) for name, dtype in ROW_FIELDS.items()}
-    packed |= {"digest": torch.stack([c.digest for c in completions]), "cu_seqlens": lengths.cumsum(0)}
+    packed["digest"] = torch.stack([c.digest for c in completions])
     return PackedBatch(**packed)
 
 

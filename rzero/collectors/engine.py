@@ -10,12 +10,15 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rzero.buffers import FinishCode, SamplingContext, provenance_digest
+from rzero.buffers import FinishCode, SamplingContext
+from rzero.buffers.digest import PROVENANCE_FIELDS, digest_rows
 
 
 class EngineError(RuntimeError):
@@ -66,7 +69,7 @@ class Completion:
         t_submit_ns: When the engine got the request, in nanoseconds of the engine's ``Clock``.
         t_first_ns: When the first token was drawn.
         t_done_ns: When the last token was drawn.
-        digest: int64 [2], ``provenance_digest`` over prompt and response, taken where the tokens were drawn.
+        digest: int64 [2], ``provenance_digest`` of the whole row, taken where the tokens were drawn.
     """
 
     request: GenerationRequest
@@ -92,37 +95,52 @@ class Clock:
         return self._base_ns + time.monotonic_ns()
 
 
-def row_fields(
-    prompt: Sequence[int], response: Tensor, behavior_log_probs: Tensor, policy_version: Tensor
-) -> dict[str, Tensor]:
-    """The token fields of a whole row, prompt included, from those of its response.
+def packed_rows(
+    prompts: Sequence[Sequence[int]],
+    response_lengths: Sequence[int],
+    response: Tensor,
+    behavior_log_probs: Tensor,
+    policy_version: Tensor,
+) -> dict[str, np.ndarray]:
+    """The token fields of whole rows, prompts included, end to end, from those of their responses.
 
     Args:
-        prompt: P token ids.
-        response: int32 [R].
+        prompts: B prompts of token ids.
+        response_lengths: B.
+        response: int [R], responses end to end.
         behavior_log_probs: float32 [R].
         policy_version: int32 [R].
 
     Returns:
-        ``token_ids`` [P + R], ``behavior_log_probs`` [P + R] (NaN over the prompt, where nothing was
-        sampled), ``policy_version`` [P + R] (-1 over the prompt) and ``response_mask`` [P + R] (False over
-        the prompt).
+        ``token_ids`` int32 [N], ``behavior_log_probs`` float32 [N] (NaN over prompts, where nothing was
+        sampled), ``policy_version`` int32 [N] (-1 over prompts), ``response_mask`` bool [N] (False over
+        prompts) and ``cu_seqlens`` int64 [B + 1].
     """
-    count = len(prompt)
+    spans = [length for p, r in zip(prompts, response_lengths, strict=True) for length in (len(p), r)]
+    mask = np.repeat(np.arange(len(spans)) % 2 == 1, spans)
+    ids = np.empty(len(mask), dtype=np.int32)
+    ids[~mask] = np.fromiter(chain.from_iterable(prompts), dtype=np.int32, count=len(mask) - int(mask.sum()))
+    ids[mask] = response.cpu().numpy()
+    log_probs = np.full(len(mask), np.nan, dtype=np.float32)
+    log_probs[mask] = behavior_log_probs.cpu().numpy()
+    version = np.full(len(mask), -1, dtype=np.int32)
+    version[mask] = policy_version.cpu().numpy()
+    bounds = np.concatenate([[0], np.cumsum(np.asarray(spans, dtype=np.int64).reshape(-1, 2).sum(1))])
     return {
-        "token_ids": torch.cat([torch.tensor(prompt, dtype=torch.int32), response]),
-        "behavior_log_probs": torch.cat([torch.full((count,), torch.nan), behavior_log_probs]),
-        "policy_version": torch.cat([torch.full((count,), -1, dtype=torch.int32), policy_version]),
-        "response_mask": torch.arange(count + len(response)) >= count,
+        "token_ids": ids,
+        "behavior_log_probs": log_probs,
+        "policy_version": version,
+        "response_mask": mask,
+        "cu_seqlens": bounds,
     }
 
 
-def completion_digest(
-    prompt: Sequence[int], response: Tensor, behavior_log_probs: Tensor, policy_version: Tensor
-) -> Tensor:
-    """The digest an engine puts on a completion: over prompt and response as the buffer will store them."""
-    fields = row_fields(prompt, response, behavior_log_probs, policy_version)
-    return provenance_digest(fields["token_ids"], fields["behavior_log_probs"], fields["policy_version"])
+def row_digests(rows: Mapping[str, np.ndarray]) -> Tensor:
+    """int64 [B, 2]: the ``provenance_digest`` of each of the ``packed_rows``."""
+    bounds = rows["cu_seqlens"].tolist()
+    return torch.from_numpy(
+        digest_rows([rows[name] for name in PROVENANCE_FIELDS], bounds[:-1], bounds[1:]).copy()
+    )
 
 
 @runtime_checkable

@@ -45,8 +45,8 @@ class SlotLayer(CacheLayerMixin):
         self.keys[index, :, : keys.shape[2]] = keys
         self.values[index, :, : keys.shape[2]] = values
 
-    def move(self, source: int, target: int) -> None:
-        """Copy one slot over another."""
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots over others."""
         if self.keys is not None and self.values is not None:
             self.keys[target] = self.keys[source]
             self.values[target] = self.values[source]
@@ -115,7 +115,7 @@ class SlotCache(Cache):
             index = torch.tensor(source, device=theirs.keys.device)
             ours.write(slots, theirs.keys[index], theirs.values[index])
 
-    def move(self, source: int, target: int) -> None:
-        """Copy slot ``source`` over slot ``target``."""
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots ``source`` over slots ``target``; int64 [m] each."""
         for layer in self.slot_layers:
             layer.move(source, target)

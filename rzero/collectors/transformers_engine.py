@@ -26,9 +26,16 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from rzero.buffers import FinishCode, SamplingContext
-from rzero.collectors.engine import Clock, Completion, EngineError, GenerationRequest, completion_digest
+from rzero.collectors.engine import (
+    Clock,
+    Completion,
+    EngineError,
+    GenerationRequest,
+    packed_rows,
+    row_digests,
+)
 from rzero.collectors.hashing import uniforms
-from rzero.collectors.transformers_cache import SlotCache
+from rzero.collectors.transformers_slots import SlotState
 from rzero.collectors.weights import load_weights
 
 
@@ -109,7 +116,7 @@ class TransformersEngine:
             _Slot
         ] = []  # slot r of the cache belongs to _slots[r]; occupied slots stay contiguous
         self._max_slots = max_slots
-        self._state = _SlotState(model.config.num_hidden_layers, self._device)
+        self._state = SlotState(model.config.num_hidden_layers, self._device)
         self._eos = torch.tensor(eos_token_ids, dtype=torch.long, device=self._device)
 
         self._clock = Clock()
@@ -270,8 +277,9 @@ class TransformersEngine:
         for slot in self._slots:
             slot.t_first_ns = slot.t_first_ns or now
         ended = torch.isin(tokens, self._eos)
-        for r in reversed((ended | (state.count[:n] == state.limit[:n])).nonzero()[:, 0].tolist()):
-            self._finish(r, FinishCode.STOP if ended[r] else FinishCode.LENGTH, now)
+        done = ended | (state.count[:n] == state.limit[:n])
+        if done.any():
+            self._finish(done.nonzero()[:, 0].tolist(), ended, now)
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
         if self.model.config._attn_implementation == "eager":  # eager attention adds its mask
@@ -281,89 +289,49 @@ class TransformersEngine:
             input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         ).logits
 
-    def _finish(self, r: int, code: FinishCode, now: int) -> None:
-        """Take the response out of slot r; the last slot moves into the gap."""
-        slot, state = self._slots[r], self._state
-        request, length = slot.request, int(state.count[r])
-        response = state.tokens[r, :length].to("cpu", torch.int32, copy=True)
-        log_probs = state.log_probs[r, :length].to("cpu", copy=True)
-        versions = state.versions[r, :length].to("cpu", copy=True)
-        completion = Completion(
-            request=request,
-            response=response,
-            behavior_log_probs=log_probs,
-            policy_version=versions,
-            finish_code=code,
-            context_id=self._context_id,
-            t_submit_ns=slot.t_submit_ns,
-            t_first_ns=slot.t_first_ns,
-            t_done_ns=now,
-            digest=completion_digest(request.prompt, response, log_probs, versions),
-        )
-        last = len(self._slots) - 1
-        if r != last:
-            state.move(last, r)
-            self._slots[r] = self._slots[last]
-        self._slots.pop()
-        slot.future.set_result(completion)
+    def _finish(self, rows: list[int], ended: Tensor, now: int) -> None:
+        """Take complete responses out of their slots; the last slots move into the gaps."""
+        slots = [self._slots[r] for r in rows]
+        requests = [slot.request for slot in slots]
+        lengths, response, log_probs, versions = self._state.take(rows)
+        packed = packed_rows([r.prompt for r in requests], lengths, response, log_probs, versions)
+        stops = ended[rows].tolist()
+        completions = [
+            Completion(
+                request=slot.request,
+                response=tokens,
+                behavior_log_probs=drawn_with,
+                policy_version=version,
+                finish_code=FinishCode.STOP if stop else FinishCode.LENGTH,
+                context_id=self._context_id,
+                t_submit_ns=slot.t_submit_ns,
+                t_first_ns=slot.t_first_ns,
+                t_done_ns=now,
+                digest=digest,
+            )
+            for slot, tokens, drawn_with, version, stop, digest in zip(
+                slots,
+                response.split(lengths),
+                log_probs.split(lengths),
+                versions.split(lengths),
+                stops,
+                row_digests(packed),
+                strict=True,
+            )
+        ]
+        self._close_gaps(rows)
+        for slot, completion in zip(slots, completions, strict=True):
+            slot.future.set_result(completion)
 
-
-class _SlotState:
-    """The tensors behind the slots: where each stands, what it has drawn so far, and its keys and values."""
-
-    def __init__(self, num_layers: int, device: torch.device) -> None:
-        self.device = device
-        self.cache = SlotCache(num_layers, device)
-        self.position, self.count, self.limit, self.seed, self.last_token = (
-            torch.zeros(0, dtype=torch.long, device=device) for _ in range(5)
-        )
-        self.tokens = torch.zeros(0, 0, dtype=torch.long, device=device)
-        self.log_probs = torch.zeros(0, 0, device=device)
-        self.versions = torch.zeros(0, 0, dtype=torch.int32, device=device)
-
-    _PER_SLOT = ("position", "count", "limit", "seed", "last_token")
-    _PER_TOKEN = ("tokens", "log_probs", "versions")
-
-    def open(self, first: int, requests: list[GenerationRequest]) -> None:
-        """Place requests into the slots from ``first`` on."""
-        stop = first + len(requests)
-        self.cache.reserve(stop, max(len(r.prompt) + r.max_new_tokens for r in requests))
-        self._reserve(stop, max(r.max_new_tokens for r in requests))
-        as_tensor = torch.tensor(
-            [[len(r.prompt) - 1, 0, r.max_new_tokens, r.seed, r.prompt[-1]] for r in requests]
-        )
-        for name, column in zip(self._PER_SLOT, as_tensor.to(self.device).unbind(-1), strict=True):
-            getattr(self, name)[first:stop] = column
-
-    def _reserve(self, slots: int, length: int) -> None:
-        old_slots, old_length = self.tokens.shape
-        if slots > old_slots or length > old_length:
-            slots, length = max(slots, 2 * old_slots), max(length, old_length)
-            for name in self._PER_SLOT:
-                old = getattr(self, name)
-                setattr(self, name, torch.cat([old, old.new_zeros(slots - len(old))]))
-            for name in self._PER_TOKEN:
-                old = getattr(self, name)
-                new = old.new_zeros(slots, length)
-                new[:old_slots, :old_length] = old
-                setattr(self, name, new)
-
-    def record(self, n: int, tokens: Tensor, log_probs: Tensor, version: int) -> None:
-        """Append one token to each of the first n slots."""
-        rows, count = torch.arange(n, device=self.device), self.count[:n]
-        self.tokens[rows, count] = tokens
-        self.log_probs[rows, count] = log_probs
-        self.versions[rows, count] = version
-        self.last_token[:n] = tokens
-        self.position[:n] += 1
-        self.count[:n] += 1
-
-    def move(self, source: int, target: int) -> None:
-        """Copy one slot over another."""
-        self.cache.move(source, target)
-        for name in (*self._PER_SLOT, *self._PER_TOKEN):
-            tensor = getattr(self, name)
-            tensor[target] = tensor[source]
+    def _close_gaps(self, rows: list[int]) -> None:
+        count, gone = len(self._slots) - len(rows), set(rows)
+        gaps = [r for r in rows if r < count]
+        movers = [r for r in range(count, len(self._slots)) if r not in gone]
+        if gaps:
+            self._state.move(movers, gaps)
+        for gap, mover in zip(gaps, movers, strict=True):
+            self._slots[gap] = self._slots[mover]
+        del self._slots[count:]
 
 
 def _refuse_other_than_full_attention(config: Any) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 
-from rzero.collectors import GenerationRequest, TransformersEngine
+from rzero.buffers import provenance_digest
+from rzero.collectors import Completion, GenerationRequest, TransformersEngine
 
 VOCABULARY = 29
 EOS = 2
@@ -69,3 +70,13 @@ def full_forward_log_probs(model, prompt, response, *, temperature: float = 1.0)
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0].double() / temperature
     return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(-1, response.long()[:, None])[:, 0]
+
+
+def digest_of(completion: Completion) -> torch.Tensor:
+    """The digest a completion must carry, put together by hand."""
+    prompt = completion.request.prompt
+    return provenance_digest(
+        torch.cat([torch.tensor(prompt, dtype=torch.int32), completion.response]),
+        torch.cat([torch.full((len(prompt),), torch.nan), completion.behavior_log_probs]),
+        torch.cat([torch.full((len(prompt),), -1, dtype=torch.int32), completion.policy_version]),
+    )

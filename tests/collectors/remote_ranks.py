@@ -22,9 +22,8 @@ from rzero.collectors import (
     serve_engine,
     weight_digests,
 )
-from rzero.collectors.engine import completion_digest
 from rzero.collectors.transport import ConnectionLost
-from tests.collectors.conftest import EOS, full_forward_log_probs, llama, request
+from tests.collectors.conftest import EOS, digest_of, full_forward_log_probs, llama, request
 
 
 def sampler(scenario: str, channels) -> None:
@@ -65,12 +64,7 @@ def serve(engine: RemoteEngine) -> dict:
         for seed, some in ((3, before), (4, after))
         for c in some
     )
-    result["digests"] = all(
-        torch.equal(
-            c.digest, completion_digest(c.request.prompt, c.response, c.behavior_log_probs, c.policy_version)
-        )
-        for c in before + after
-    )
+    result["digests"] = all(torch.equal(c.digest, digest_of(c)) for c in before + after)
     digests = weight_digests(named_weights(llama(5)))
     digests["lm_head.weight"] ^= 1
     try:

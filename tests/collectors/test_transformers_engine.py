@@ -7,9 +7,8 @@ import transformers
 
 from rzero.buffers import FinishCode
 from rzero.collectors import EngineError, named_weights, weight_digests
-from rzero.collectors.engine import completion_digest
 from rzero.collectors.transformers_engine import sample_tokens
-from tests.collectors.conftest import EOS, VOCABULARY, full_forward_log_probs, llama, request
+from tests.collectors.conftest import EOS, VOCABULARY, digest_of, full_forward_log_probs, llama, request
 
 
 def test_recorded_log_probs_are_those_of_a_plain_forward(make_engine):
@@ -110,9 +109,7 @@ def test_finish_codes(make_engine):
         assert (c.response[:-1] != EOS).all()
         assert len(c.response) == 5 or c.finish_code == FinishCode.STOP
         assert c.t_submit_ns <= c.t_first_ns <= c.t_done_ns
-        assert torch.equal(
-            c.digest, completion_digest(c.request.prompt, c.response, c.behavior_log_probs, c.policy_version)
-        )
+        assert torch.equal(c.digest, digest_of(c))
 
 
 def test_a_swap_after_token_two_of_five_gives_two_segments(make_engine):
