@@ -194,7 +194,7 @@ def test_publishing_costs_the_learner_only_without_overlap(publish_seconds, over
 
 
 def test_overlapped_publishing_starts_again_at_once_with_the_newest_weights():
-    # An update a second, 1.7 s on the way: another is always ready, so every 1.7 s the engines pause for 0.1 s.
+    # An update a second, 1.7 s on the way: one is always ready, so every 1.7 s the engines pause for 0.1 s.
     scheduler = CreditScheduler(nominal_lag=8, groups_per_batch=P, order=strict())
     workload = one_second_updates(
         response_updates=0.5, publish_seconds=1.7, pause_seconds=0.1, overlap_publish=True
