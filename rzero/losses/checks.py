@@ -17,7 +17,11 @@ __all__ = [
 
 
 def check_token_dtypes(function: str, *, log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor) -> None:
-    """Log-probs are floating, the mask is bool."""
+    """All are tensors, log-probs floating, the mask bool."""
+    named = {"log_probs": log_probs, "behavior_log_probs": behavior_log_probs, "mask": mask}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{function}: {name} must be a tensor, got {type(tensor).__name__}")
     for name, tensor in (("log_probs", log_probs), ("behavior_log_probs", behavior_log_probs)):
         if not tensor.is_floating_point():
             raise TypeError(f"{function}: {name} must be floating, got {tensor.dtype}")

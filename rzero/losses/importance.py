@@ -46,7 +46,7 @@ def importance_weights(
         tensor([[1.5000]])
     """
     function = "importance_weights"
-    if log_probs.ndim == 1 and cu_seqlens is None:
+    if cu_seqlens is None and isinstance(log_probs, Tensor) and log_probs.ndim == 1:
         cu_seqlens = torch.tensor([0, len(log_probs)], device=log_probs.device)
     batch = open_tokens(function, log_probs, behavior_log_probs, mask, cu_seqlens)
     weights = token_weights(batch)

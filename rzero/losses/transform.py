@@ -1,6 +1,5 @@
 """The group-mean advantage as a replay-buffer transform around :mod:`rzero.losses.advantages`."""
 
-import multiprocessing
 import threading
 from typing import cast
 
@@ -22,7 +21,8 @@ class GroupMeanAdvantage(Transform):
     Append it to a replay buffer and ``extend`` the buffer with rows, one complete response each, in any order
     and any portions. A row waits here until ``group_size`` rows share its group; then the whole group passes,
     in order of arrival. An incomplete group never passes: :meth:`take` hands it back, so that nothing is
-    dropped unseen. May be called from several threads, and after ``share_memory_`` from several processes.
+    dropped unseen. Several threads may write; several processes may not, since what waits is this process's
+    own, and ``ReplayBuffer.share`` refuses.
 
     TorchRL's ``MCAdvantage`` always divides by the group's standard deviation; this one never does.
 
@@ -48,7 +48,7 @@ class GroupMeanAdvantage(Transform):
         (2, tensor([ 0.5000, -0.5000]))
     """
 
-    requires_shared_write_state = True
+    requires_shared_write_state = True  # TorchRL's word for it: ReplayBuffer.share then refuses
 
     def __init__(
         self,
@@ -65,8 +65,7 @@ class GroupMeanAdvantage(Transform):
         self.group_size = group_size
         self.group_key, self.reward_key, self.advantage_key = group_key, reward_key, advantage_key
         self._waiting: dict[int, list[TensorDictBase]] = {}
-        self._lock = threading.RLock()
-        self._manager = None
+        self._lock = threading.Lock()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Leave what is read from the buffer as it is."""
@@ -82,14 +81,6 @@ class GroupMeanAdvantage(Transform):
         with self._lock:
             return self._waiting.pop(group_id)
 
-    def share_memory_(self) -> "GroupMeanAdvantage":
-        """Let several writer processes fill one group; called by ``ReplayBuffer.share``."""
-        if self._manager is None:
-            self._manager = multiprocessing.Manager()
-            self._waiting = cast("dict[int, list[TensorDictBase]]", self._manager.dict(self._waiting))
-            self._lock = self._manager.RLock()
-        return self
-
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         if tensordict.ndim == 0:
             raise ValueError(
@@ -102,12 +93,12 @@ class GroupMeanAdvantage(Transform):
             self._check_reward(row, group_id)
             row = row.clone()  # what waits must not change when its writer reuses memory
             with self._lock:
-                # Assigned anew, not appended to: a shared dictionary notices nothing else.
-                group = [*self._waiting.get(group_id, []), row]
-                self._waiting[group_id] = group
-                if len(group) == self.group_size:
+                group = self._waiting.setdefault(group_id, [])
+                group.append(row)
+                complete = len(group) == self.group_size
+                if complete:
                     del self._waiting[group_id]
-            if len(group) == self.group_size:
+            if complete:
                 passing += self._with_advantages(group)
         return lazy_stack(passing) if passing else None
 
@@ -130,14 +121,9 @@ class GroupMeanAdvantage(Transform):
         ]
 
     def __getstate__(self) -> dict:
-        """Everything but what cannot travel: the thread lock, and the manager that this process started."""
-        state = super().__getstate__()
-        state["_lock"] = None if self._manager is None and isinstance(self._waiting, dict) else self._lock
-        state["_manager"] = None
-        return state
+        """Everything but the lock, which cannot travel."""
+        return {**super().__getstate__(), "_lock": None}
 
     def __setstate__(self, state: dict) -> None:
-        """With a lock of its own, unless the state is shared."""
-        super().__setstate__(state)
-        if self._lock is None:
-            self._lock = threading.RLock()
+        """With a lock of its own."""
+        super().__setstate__({**state, "_lock": threading.Lock()})

@@ -169,18 +169,10 @@ def test_threads_fill_one_group_together():
     assert transform.waiting() == {}
 
 
-def write_from_another_process(process, transform, rows):
-    assert transform.inv(rows) is None
-
-
-def test_processes_fill_one_group_together():
-    transform = GroupMeanAdvantage(3).share_memory_()
-    assert transform.share_memory_() is transform
-    torch.multiprocessing.spawn(
-        write_from_another_process, args=(transform, rows_of([5, 5], [1.0, 0.0])), nprocs=1
-    )
-    assert transform.waiting() == {5: 2}
-    assert transform.inv(rows_of([5], [2.0]))["advantage"].tolist() == [[0.0], [-1.0], [1.0]]
+def test_a_buffer_shared_by_processes_is_refused():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), transform=GroupMeanAdvantage(2), batch_size=2)
+    with pytest.raises(RuntimeError, match="GroupMeanAdvantage keeps replay-buffer write state"):
+        buffer.share()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from rzero.losses import (
     reinforce_loss,
     sequence_trust_mask,
 )
+from rzero.losses.checks import locate
 from tests.losses.batches import LAYOUTS, Rows
 
 
@@ -131,6 +132,7 @@ def test_an_empty_rank_needs_the_global_count():
             ValueError,
             "behavior_log_probs must be on cpu",
         ),
+        ({"behavior_log_probs": None}, TypeError, "behavior_log_probs must be a tensor, got NoneType"),
         ({"mask": torch.ones(2, 4)}, TypeError, "mask must be bool .*, got torch.float32"),
         ({"log_probs": torch.zeros(2, 4, dtype=torch.int64)}, TypeError, "log_probs must be floating"),
         (
@@ -202,6 +204,14 @@ def test_packed_tokens_need_offsets(function):
 def test_advantages(function, advantages, error, message):
     with pytest.raises(error, match=f"^{function.__name__}: advantages {message}"):
         call(function, LAYOUTS["padded"](two_rows()), advantages)
+
+
+def test_tokens_are_located_across_empty_rows():
+    # Rows of 0, 2, 0 and 3 tokens: flat token 2 is the first of row 3.
+    cu_seqlens = torch.tensor([0, 0, 2, 2, 5])
+    found = [locate(flat, torch.zeros(5), cu_seqlens) for flat in range(5)]
+    assert found == [(1, 0), (1, 1), (3, 0), (3, 1), (3, 2)]
+    assert locate(6, torch.zeros(2, 4), None) == (1, 2)
 
 
 def test_nested_arguments_must_agree():
