@@ -336,7 +336,7 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
         """
         with self._queue.changed:
             self._load(from_tensors(state_dict["storage"]), state_dict)
-            self.transform.load_state_dict(state_dict["transform"])
+            self.transform.load_state_dict(state_dict.get("transform", {}))
 
     def dumps(self, path: str | Path) -> None:
         """Write everything to a directory; tokens stream to the file without a copy in memory."""
@@ -366,9 +366,12 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
         return {"sampler": self.sampler.state_dict(), "prepared": {"groups": groups}}
 
     def _load(self, state: State, order: Mapping[str, Any]) -> None:
+        saved, own = order.get("sampler", {}), self.sampler.state_dict()
+        if saved.keys() != own.keys():
+            raise ValueError(f"load_state_dict: sampler state must hold {sorted(own)}, got {sorted(saved)}")
         self._maker.recall()
         self._store.load(state)
-        self.sampler.load_state_dict(order["sampler"])
+        self.sampler.load_state_dict(saved)
         self._queue.rebuild()
         for groups in order["prepared"]["groups"].tolist():
             self._maker.prepare_these(groups)

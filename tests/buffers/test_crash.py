@@ -1,0 +1,132 @@
+"""Killed at any instant: what was acknowledged is there or accounted for, nothing twice, nothing half."""
+
+import os
+import random
+import signal
+from collections import defaultdict
+
+import pytest
+import torch
+
+from rzero.buffers import pack_fields, unpack
+from tests.buffers.crash_worker import SIZE, annotation, open_store, response, work
+from tests.buffers.processes import CONTEXT
+from tests.buffers.responses import assert_balanced, assert_same, make_buffer, rollout
+
+
+def kill_at_random(folder, seed, first_group):
+    """Let a worker run for a random number of steps, and kill it wherever it then is."""
+    chance = random.Random(seed)
+    reader, writer = CONTEXT.Pipe(duplex=False)
+    worker = CONTEXT.Process(target=work, args=(folder, seed, first_group, writer), daemon=True)
+    worker.start()
+    writer.close()
+    for _ in range(chance.randint(1, 120)):
+        reader.recv_bytes()
+    for _ in range(chance.randint(0, 30_000)):  # Somewhere inside the next step, too.
+        pass
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+    assert worker.exitcode == -signal.SIGKILL
+    reader.close()
+
+
+def read_diary(path):
+    """What was promised, and what was tried last without an answer."""
+    promised, tried = defaultdict(list), None
+    for line in path.read_text().splitlines():
+        word, *numbers = line.split(" ")
+        numbers = [int(number) for number in numbers if number]
+        if word.startswith("try-"):
+            tried = (word.removeprefix("try-"), numbers)
+        else:
+            promised[word] += numbers
+            tried = None if tried is None or tried[0] == word or word == "evict" else tried
+    return promised, tried
+
+
+def check(folder, kills):
+    promised, tried = read_diary(folder / "diary.txt")
+    buffer = open_store(folder / "store")
+    stats = assert_balanced(buffer)
+    assert buffer.storage.verify() == []
+
+    stored = {} if len(buffer) == 0 else {int(row.uid): row for row in unpack(buffer[:])}
+    for uid, row in stored.items():
+        assert_same(row, unpack(pack_fields([response(uid)]))[0])
+    assert len(stored) == len(buffer)
+
+    used = promised["sample"]
+    assert len(used) == len(set(used))
+    gone = set(used) | set(promised["evict"]) | set(promised["fail"])
+    assert not {uid // SIZE for uid in stored} & gone, "a group that was closed came back"
+
+    # An acknowledged response is stored or its group was closed; the unanswered step may have closed more.
+    missing = {uid // SIZE for uid in promised["extend"] if uid not in stored} - gone
+    may_close = {"sample": 2, "evict": 1, "fail": 1, "extend": 9}.get(tried[0] if tried else "", 0)
+    unknown = set(promised["reserve"]) - gone - set(buffer.incomplete()) - {uid // SIZE for uid in stored}
+    assert len(missing | unknown) <= may_close, (missing, unknown, tried)
+
+    # A step without an answer happened whole or not at all.
+    extra = set(stored) - set(promised["extend"])
+    if extra:
+        assert tried is not None and tried[0] == "extend"
+        assert extra <= set(tried[1])
+        lost = set(tried[1]) - extra
+        evicted_at_once = {uid // SIZE for uid in lost}
+        assert not lost or (stats["evicted"] > 0 and not evicted_at_once & set(buffer.incomplete()))
+
+    # Acknowledged notes of the learner are there too.
+    if stored:
+        batch, bounds = buffer[:], buffer[:].cu_seqlens.tolist()
+        for row, uid in enumerate(batch.uid.tolist()):
+            if uid in promised["annotate"]:
+                values = batch.extras["log_probs"][bounds[row] : bounds[row + 1]]
+                assert torch.equal(values, annotation(uid, len(values)))
+    if (folder / "dump" / "buffer.bin").exists():
+        copy = make_buffer(chunk_tokens=64, extra_fields={"log_probs": torch.float32})
+        copy.loads(folder / "dump")
+        assert copy.storage.verify() == []
+        assert_balanced(copy)
+    next_group = 1 + max(
+        [*promised["reserve"], *(tried[1] if tried and tried[0] == "reserve" else [])], default=-1
+    )
+    buffer.shutdown()
+    return next_group
+
+
+def survive(folder, kills, seed):
+    next_group = 0
+    for number in range(kills):
+        kill_at_random(folder, seed + number, next_group)
+        next_group = check(folder, number)
+
+    # To the end: every group that is left comes out once, whole, and as it was drawn.
+    promised, _ = read_diary(folder / "diary.txt")
+    buffer = open_store(folder / "store")
+    for group_id, indices in buffer.incomplete().items():
+        buffer.extend([response(group_id * SIZE + index) for index in indices])
+    buffer.take_evicted()
+    seen = []
+    while buffer.can_sample(SIZE):
+        batch = buffer.sample(SIZE, timeout=0)
+        assert sorted(batch.uid.tolist()) == [int(batch.group_id[0]) * SIZE + index for index in range(SIZE)]
+        seen.append(int(batch.group_id[0]))
+    assert len(seen) == len(set(seen))
+    assert not set(seen) & set(promised["sample"])
+    stats = assert_balanced(buffer)
+    assert stats["stored"] == stats["running"] == 0
+    for uid in promised["extend"][-20:]:
+        with pytest.raises(ValueError, match="a second time"):
+            buffer.extend([rollout(uid, group_id=2**40 + uid)])
+    buffer.shutdown()
+
+
+def test_twenty_kills(tmp_path):
+    survive(tmp_path, 20, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1000, 2000])
+def test_two_hundred_kills(tmp_path, seed):
+    survive(tmp_path, 200, seed=seed)
