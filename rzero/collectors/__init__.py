@@ -6,7 +6,13 @@ The engines that need transformers or vLLM load on first use.
 from typing import TYPE_CHECKING, Any
 
 from rzero.collectors.collector import AsyncRolloutCollector, Prompt, RewardFunction
-from rzero.collectors.engine import Completion, EngineError, GenerationEngine, GenerationRequest
+from rzero.collectors.engine import (
+    Completion,
+    EngineError,
+    GenerationEngine,
+    GenerationRequest,
+    InFlightPolicy,
+)
 from rzero.collectors.lag import LagReport
 from rzero.collectors.remote import RemoteEngine, serve_engine
 from rzero.collectors.scheduler import (
@@ -37,6 +43,7 @@ __all__ = [
     "EngineError",
     "GenerationEngine",
     "GenerationRequest",
+    "InFlightPolicy",
     "LagReport",
     "Prompt",
     "PublishReport",

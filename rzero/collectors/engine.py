@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain
 from typing import Protocol, runtime_checkable
 
@@ -141,6 +142,17 @@ def row_digests(rows: Mapping[str, np.ndarray]) -> Tensor:
     return torch.from_numpy(
         digest_rows([rows[name] for name in PROVENANCE_FIELDS], bounds[:-1], bounds[1:]).copy()
     )
+
+
+class InFlightPolicy(Enum):
+    """What a swap does to responses that are half sampled.
+
+    Whatever it is, the recorded log-probabilities are of the distributions really sampled from.
+    """
+
+    KEEP_CACHE = "go on with the new weights over keys and values of the old ones"
+    RECOMPUTE_CACHE = "compute keys and values of all tokens so far anew, then go on with the new weights"
+    FINISH_FIRST = "load when the responses being sampled have ended; start none meanwhile"
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
@@ -31,6 +31,7 @@ from rzero.collectors.engine import (
     Completion,
     EngineError,
     GenerationRequest,
+    InFlightPolicy,
     packed_rows,
     row_digests,
 )
@@ -78,6 +79,7 @@ class TransformersEngine:
         tokenizer_digest: Names the tokenizer in the sampling context.
         kernel_fingerprint: Names the kernels under the model in the sampling context.
         log_softmax: [n, V] logits to log-probabilities; pass the one that the learner uses.
+        in_flight: What a swap does to responses that are half sampled.
 
     Raises:
         ValueError: If an argument is out of range, or the model has layers whose cache is not plain full
@@ -98,6 +100,7 @@ class TransformersEngine:
         tokenizer_digest: str = "unknown",
         kernel_fingerprint: str | None = None,
         log_softmax: Callable[[Tensor], Tensor] = lambda logits: torch.log_softmax(logits, dim=-1),
+        in_flight: InFlightPolicy = InFlightPolicy.KEEP_CACHE,
     ) -> None:
         if not temperature > 0:
             raise ValueError(f"TransformersEngine: temperature must be > 0, got {temperature}")
@@ -109,19 +112,19 @@ class TransformersEngine:
         self._log_softmax, self._temperature = log_softmax, temperature
         self._context = _context(model, temperature, tokenizer_digest, kernel_fingerprint)
         self._context_id = self._context.context_id
-        self._version = version
+        self._version, self._in_flight = version, in_flight
 
         self._pending: deque[_Slot] = deque()
         self._slots: list[
             _Slot
-        ] = []  # slot r of the cache belongs to _slots[r]; occupied slots stay contiguous
+        ] = []  # _slots[r] stands in slot r of the cache; occupied slots are contiguous
         self._max_slots = max_slots
         self._state = SlotState(model.config.num_hidden_layers, self._device)
         self._eos = torch.tensor(eos_token_ids, dtype=torch.long, device=self._device)
 
         self._clock = Clock()
         self._condition = threading.Condition()
-        self._pausing = self._paused = self._closed = False
+        self._pausing = self._paused = self._draining = self._closed = False
         self._error: BaseException | None = None
         self._busy_ns = 0
         self._thread = threading.Thread(target=self._run, name="TransformersEngine", daemon=True)
@@ -151,14 +154,19 @@ class TransformersEngine:
             self._refuse_if_stopped("pause")
 
     def swap(self, version: int, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
-        """See ``GenerationEngine.swap``. What is cached stays, of the weights that made it."""
+        """See ``GenerationEngine.swap``; the in-flight policy says what becomes of half-sampled responses."""
         already_pausing = self._pausing
+        if self._in_flight is InFlightPolicy.FINISH_FIRST:
+            self._drain()
         self.pause()
         try:
             with self._condition:
                 load_weights(self.model, weights, digests)
                 self._version = version
+                if self._in_flight is InFlightPolicy.RECOMPUTE_CACHE and self._slots:
+                    self._recompute_cache()
         finally:
+            self._draining = False
             if not already_pausing:
                 self.resume()
 
@@ -186,6 +194,14 @@ class TransformersEngine:
             self._closed = True
             self._condition.notify_all()
         self._thread.join()
+
+    def _drain(self) -> None:
+        """Return when no response is half sampled; none starts until the swap is over."""
+        with self._condition:
+            self._draining = True
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: not self._slots or self._closed or self._error is not None)
+            self._refuse_if_stopped("swap")
 
     def _refuse_if_stopped(self, caller: str) -> None:
         if self._error is not None:
@@ -219,45 +235,53 @@ class TransformersEngine:
         with self._condition:
             self._paused = self._pausing
             self._condition.notify_all()
-            while not self._closed and (self._pausing or not (self._pending or self._slots)):
+            while not self._closed and (self._pausing or not self._has_work()):
                 self._paused = self._pausing
                 self._condition.notify_all()
                 self._condition.wait()
             self._paused = False
             return not self._closed
 
-    @torch.no_grad()
+    def _has_work(self) -> bool:
+        return bool(self._slots or (self._pending and not self._draining))
+
     def _admit(self) -> None:
         """Prefill waiting prompts, all but their last token, into free slots; equal ones once."""
         with self._condition:
-            room = min(self._max_slots - len(self._slots), len(self._pending))
+            room = 0 if self._draining else min(self._max_slots - len(self._slots), len(self._pending))
             new = [self._pending.popleft() for _ in range(room)]
         if not new:
             return
         first = len(self._slots)
         self._slots += new
         self._state.open(first, [slot.request for slot in new])
-        prompts = list(
-            dict.fromkeys(slot.request.prompt[:-1] for slot in new if len(slot.request.prompt) > 1)
-        )
-        if not prompts:
+        self._prefill({first + i: slot.request.prompt[:-1] for i, slot in enumerate(new)})
+
+    def _recompute_cache(self) -> None:
+        """Compute keys and values of everything sampled so far by the weights held now."""
+        counts = self._state.count.tolist()
+        drawn = [self._state.tokens[r, : counts[r]].tolist() for r in range(len(self._slots))]
+        self._prefill({r: (*slot.request.prompt, *drawn[r])[:-1] for r, slot in enumerate(self._slots)})
+
+    @torch.no_grad()
+    def _prefill(self, prefixes: Mapping[int, tuple[int, ...]]) -> None:
+        """Compute keys and values of token sequences into the slots that they belong to; equal ones once."""
+        prefixes = {slot: prefix for slot, prefix in prefixes.items() if prefix}
+        if not prefixes:
             return
-        ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long, device=self._device)
-        for row, prompt in zip(ids, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
+        distinct = {prefix: index for index, prefix in enumerate(dict.fromkeys(prefixes.values()))}
+        rows = [torch.tensor(prefix, device=self._device) for prefix in distinct]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         length = ids.shape[1]
-        mask = (
-            torch.ones(length, length, dtype=torch.bool, device=self._device)
-            .tril()
-            .expand(len(prompts), 1, -1, -1)
-        )
+        causal = torch.ones(length, length, dtype=torch.bool, device=self._device).tril()
         cache = DynamicCache()
-        self._forward(ids, torch.arange(length, device=self._device).expand_as(ids), mask, cache)
-        source = {prompt: index for index, prompt in enumerate(prompts)}
-        filled = [
-            (first + i, source[s.request.prompt[:-1]]) for i, s in enumerate(new) if len(s.request.prompt) > 1
-        ]
-        self._state.cache.write([slot for slot, _ in filled], cache, [row for _, row in filled])
+        self._forward(
+            ids,
+            torch.arange(length, device=self._device).expand_as(ids),
+            repeat(causal, "q k -> n 1 q k", n=len(rows)),
+            cache,
+        )
+        self._state.cache.write(list(prefixes), cache, [distinct[prefix] for prefix in prefixes.values()])
 
     @torch.no_grad()
     def _step(self) -> None:

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from rzero.buffers import FinishCode
-from rzero.collectors import EngineError, named_weights, weight_digests
+from rzero.collectors import EngineError, InFlightPolicy, named_weights, weight_digests
 from rzero.collectors.transformers_engine import sample_tokens
 from tests.collectors.conftest import EOS, VOCABULARY, digest_of, full_forward_log_probs, llama, request
 
@@ -112,32 +112,64 @@ def test_finish_codes(make_engine):
         assert torch.equal(c.digest, digest_of(c))
 
 
-def test_a_swap_after_token_two_of_five_gives_two_segments(make_engine):
-    """Fault 1 of the field: versions read around a call instead of stamped at the boundary."""
-    model, new = llama(0), llama(1)
-    engine = make_engine(model, eos_token_ids=(), version=3)
-    weights = named_weights(new)
+def swap_after_the_second_token(make_engine, in_flight):
+    """One response of five tokens, weights 3 -> 4 asked for while the second is drawn; what came back."""
+    model = llama(0)
+    engine = make_engine(model, eos_token_ids=(), version=3, in_flight=in_flight)
+    weights = named_weights(llama(1))
     decode_steps, swapping = [], []
 
     def swap_during_the_second_token(module, args, kwargs):
         if kwargs["input_ids"].shape[1] > 1:
-            return  # the prefill
+            return  # a prefill
         decode_steps.append(1)
         if len(decode_steps) == 2:
             swapping.append(threading.Thread(target=engine.swap, args=(4, weights, weight_digests(weights))))
             swapping[0].start()
-            with engine._condition:  # go on once the pause has been asked for; it is granted after this token
-                engine._condition.wait_for(lambda: engine._pausing)
+            with engine._condition:  # go on once the swap has been asked for; it is granted after this token
+                engine._condition.wait_for(lambda: engine._pausing or engine._draining)
 
     model.register_forward_pre_hook(swap_during_the_second_token, with_kwargs=True)
     completion = engine.submit(request(0, max_new_tokens=5)).result()
     swapping[0].join()
-    assert completion.policy_version.tolist() == [3, 3, 4, 4, 4]
-    old = full_forward_log_probs(llama(0), completion.request.prompt, completion.response)
-    torch.testing.assert_close(completion.behavior_log_probs[:2].double(), old[:2], atol=1e-5, rtol=0)
-    assert (
-        completion.behavior_log_probs[2:].double() - old[2:]
-    ).abs().max() > 1e-3  # drawn by the new weights
+    assert engine.version() == 4
+    old, new = (
+        full_forward_log_probs(llama(seed), completion.request.prompt, completion.response) for seed in (0, 1)
+    )
+    recorded = completion.behavior_log_probs.double()
+    return completion.policy_version.tolist(), (recorded - old).abs(), (recorded - new).abs()
+
+
+def test_a_swap_after_token_two_of_five_gives_two_segments(make_engine):
+    """Fault 1 of the field: versions read around a call instead of stamped at the boundary."""
+    versions, from_old, from_new = swap_after_the_second_token(make_engine, InFlightPolicy.KEEP_CACHE)
+    assert versions == [3, 3, 4, 4, 4]
+    assert from_old[:2].max() < 1e-5
+    assert from_old[2:].min() > 1e-4  # drawn by the new weights ...
+    assert from_new[2:].min() > 1e-4  # ... over keys and values of the old ones
+
+
+def test_a_recomputed_cache_forgets_the_old_weights(make_engine):
+    versions, from_old, from_new = swap_after_the_second_token(make_engine, InFlightPolicy.RECOMPUTE_CACHE)
+    assert versions == [3, 3, 4, 4, 4]
+    assert from_old[:2].max() < 1e-5
+    assert from_new[2:].max() < 1e-5
+
+
+def test_finishing_first_gives_one_segment(make_engine):
+    versions, from_old, _ = swap_after_the_second_token(make_engine, InFlightPolicy.FINISH_FIRST)
+    assert versions == [3, 3, 3, 3, 3]
+    assert from_old.max() < 1e-5
+
+
+def test_what_waits_while_finishing_first_starts_with_the_new_weights(make_engine):
+    engine = make_engine(llama(0), max_slots=2, eos_token_ids=(), in_flight=InFlightPolicy.FINISH_FIRST)
+    futures = [engine.submit(request(i, max_new_tokens=30)) for i in range(6)]
+    weights = named_weights(llama(1))
+    engine.swap(1, weights, weight_digests(weights))
+    versions = [set(future.result().policy_version.tolist()) for future in futures]
+    assert versions[-1] == {1}
+    assert all(len(seen) == 1 for seen in versions)
 
 
 def test_a_swap_with_a_wrong_digest_keeps_weights_and_version(make_engine):
