@@ -50,9 +50,9 @@ def parse(config_class: type[ConfigT], *, default: ConfigT, description: str) ->
     if code:
         words = [line.strip("│╭╮╰╯─ ") for line in said.getvalue().splitlines()]
         _say("error: " + " ".join(word for word in words if word and word != "Parsing error"))
-    if not _is_learner():
+    if code and not _is_learner():
         time.sleep(GRACE)  # torchrun ends all ranks when one ends; the learner shall have said why by then.
-    _end(code)
+    sys.exit(code)
 
 
 def run(
@@ -64,13 +64,11 @@ def run(
         learn: Called on rank 0 with (to, from) channels by sampler rank.
         sample: Called on every other rank with the channels (to, from) rank 0.
     """
-    tqdm.set_lock(
-        threading.RLock()
-    )  # The default lock is a semaphore of the system, which os._exit would leak.
+    # tqdm's own lock is a semaphore of the system, which os._exit would leak.
+    tqdm.set_lock(threading.RLock())
     transformers.utils.logging.disable_progress_bar()
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # torchrun ends the ranks of a failed job by SIGTERM.
+    # torchrun ends the ranks of a failed job by SIGTERM.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     code = 1
     try:
         world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -85,10 +83,12 @@ def run(
         else:
             sample(*channels[LEARNER])
         dist.destroy_process_group()
-        code = 0
+        sys.exit(0)
     except RecipeError as error:
         _say(f"error: {error}")
         code = 2
+    except SystemExit:
+        raise  # Everything was closed in order, and Python may take its leave as usual.
     except KeyboardInterrupt:
         _say("interrupted")
         code = 130

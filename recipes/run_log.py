@@ -60,7 +60,7 @@ class RunLog:
         self._start = time.perf_counter()
         self._tokens = self._updates = 0
         self._held_out: dict[int, float] = {}
-        self._bar = tqdm(total=config.updates, unit="update", dynamic_ncols=True, desc=name)
+        self._bar = tqdm(total=config.updates, unit="update", dynamic_ncols=True, mininterval=1, desc=name)
 
     @contextmanager
     def time(self, what: str) -> Iterator[None]:

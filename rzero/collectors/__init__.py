@@ -17,12 +17,14 @@ from rzero.collectors.lag import LagReport
 from rzero.collectors.remote import RemoteEngine, serve_engine
 from rzero.collectors.scheduler import (
     CreditScheduler,
+    Order,
     Scheduler,
     SlotScheduler,
     finished_first,
     strict,
     windowed,
 )
+from rzero.collectors.simulate import Comparison, Simulation, Workload, compare_with_synchronous, simulate
 from rzero.collectors.transport import Channel, open_channels
 from rzero.collectors.weights import (
     PublishReport,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncRolloutCollector",
     "Channel",
+    "Comparison",
     "Completion",
     "CreditScheduler",
     "EngineError",
@@ -45,19 +48,24 @@ __all__ = [
     "GenerationRequest",
     "InFlightPolicy",
     "LagReport",
+    "Order",
     "Prompt",
     "PublishReport",
     "RemoteEngine",
     "RewardFunction",
     "Scheduler",
+    "Simulation",
     "SlotScheduler",
     "TransformersEngine",
     "WeightPublisher",
+    "Workload",
+    "compare_with_synchronous",
     "finished_first",
     "load_weights",
     "named_weights",
     "open_channels",
     "serve_engine",
+    "simulate",
     "strict",
     "weight_digests",
     "windowed",
