@@ -1,11 +1,15 @@
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 
-from tests.recipes.conftest import TINY, ranks_of, until
+from tests.recipes.conftest import ROOT, TINY, ranks_of, until
 
 
 def one_line(stderr):
@@ -97,3 +101,23 @@ def test_ctrl_c_ends_the_run(start):
     assert process.returncode != 0
     assert "interrupted" in stderr
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+
+
+def test_a_port_in_use_is_said_in_one_line(tmp_path):
+    # torchrun itself opens the port; this is what a rank started by other means says.
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONWARNINGS": "ignore"}
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "recipes" / "lag2.py"), "--runs", str(tmp_path)],
+            env={**os.environ, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 2
+    assert one_line(done.stderr) == [line for line in done.stderr.splitlines() if f"127.0.0.1:{port}" in line]
+    assert "could not connect the ranks" in done.stderr
+    assert "Traceback" not in done.stderr
