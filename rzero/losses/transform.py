@@ -116,7 +116,7 @@ class GroupMeanAdvantage(Transform):
         flat = torch.stack([reward.flatten()[0] for reward in rewards])
         advantages = group_mean_advantages(flat, torch.zeros_like(flat, dtype=torch.int64))
         return [
-            row.copy().set(self.advantage_key, advantage.expand(reward.shape).clone())
+            row.set(self.advantage_key, advantage.expand(reward.shape).clone())
             for row, reward, advantage in zip(rows, rewards, advantages, strict=True)
         ]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.objectives import LossModule
@@ -49,6 +49,26 @@ def test_ragged_lazy_stacks_are_read():
     rows = random_rows(1)
     singles = [data_of(rows.select([row]))[0] for row in range(len(rows))]
     output = ReinforceZeroLoss()(lazy_stack(singles))
+    torch.testing.assert_close(output.loss_objective, expected_of(rows))
+
+
+class PadsLeft(TensorDictModuleBase):
+    """An actor that pads ragged rows on the left and answers with a dense tensor, as TorchRL's wrappers do."""
+
+    in_keys = ("observed",)
+    out_keys = (("log_probs", "full"),)
+
+    def forward(self, tensordict):
+        observed = tensordict.get("observed", as_padded_tensor=True, padding_side="left", padding_value=0.0)
+        return TensorDict({("log_probs", "full"): observed}, batch_size=tensordict.batch_size)
+
+
+def test_ragged_lazy_stacks_meet_an_actor_that_pads_left():
+    rows = random_rows(1)
+    singles = [data_of(rows.select([row]))[0] for row in range(len(rows))]
+    for single, log_probs in zip(singles, rows.log_probs, strict=True):
+        single["observed"] = log_probs
+    output = ReinforceZeroLoss(PadsLeft())(lazy_stack(singles))
     torch.testing.assert_close(output.loss_objective, expected_of(rows))
 
 
@@ -104,6 +124,14 @@ def test_dispatch():
     )
     assert len(values) == len(ReinforceZeroLoss().out_keys)
     torch.testing.assert_close(values[0], expected_of(rows))
+
+
+def test_the_output_is_read_and_written_by_name():
+    output = ReinforceZeroLoss()(data_of(random_rows(1)))
+    assert torch.equal(output["loss_objective"], output.loss_objective)
+    assert output.grad_norm is None
+    output["grad_norm"] = torch.tensor(2.0)
+    assert output.grad_norm == 2
 
 
 @pytest.mark.parametrize("role", ["log_prob", "sample_log_prob", "mask"])

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import sys
 import threading
 
 import pytest
@@ -154,6 +155,16 @@ def test_data_without_rows_is_refused():
 def test_threads_fill_one_group_together():
     transform = GroupMeanAdvantage(8)
     passed = []
+    patience = sys.getswitchinterval()
+
+    class Guarded(dict):
+        """Sees a missing lock even when the threads happen not to collide."""
+
+        def setdefault(self, *args):
+            assert transform._lock.locked()
+            return super().setdefault(*args)
+
+    transform._waiting = Guarded()
 
     def write(thread):
         for group in range(20):
@@ -161,10 +172,14 @@ def test_threads_fill_one_group_together():
             passed.extend([] if out is None else out["group_id"].tolist())
 
     threads = [threading.Thread(target=write, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    sys.setswitchinterval(1e-6)  # so that threads meet inside of the transform
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(patience)
     assert sorted(passed) == sorted(list(range(20)) * 8)
     assert transform.waiting() == {}
 
