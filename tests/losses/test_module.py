@@ -53,7 +53,7 @@ def test_ragged_lazy_stacks_are_read():
 
 
 class PadsLeft(TensorDictModuleBase):
-    """An actor that pads ragged rows on the left and answers with a dense tensor, as TorchRL's wrappers do."""
+    """An actor that pads ragged rows on the left and answers with a dense tensor, as TorchRL does."""
 
     in_keys = ("observed",)
     out_keys = (("log_probs", "full"),)

@@ -87,6 +87,16 @@ def test_checks_can_be_switched_off(function):
     call(function, LAYOUTS["packed"](two_rows(sampler=math.nan)), GOOD, check_values=False)
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("function", LOSSES)
+def test_unchecked_losses_never_ask_for_a_value(function, layout):
+    # On the meta device there are no values: whatever would wait for one on a GPU fails here.
+    tokens = {name: value.to("meta") for name, value in LAYOUTS[layout](two_rows()).items()}
+    tokens["log_probs"].requires_grad_()
+    call(function, tokens, GOOD.to("meta"), num_responses=8, check_values=False).backward()
+    assert tokens["log_probs"].grad.is_meta
+
+
 @pytest.mark.parametrize("function", LOSSES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_advantages_must_be_finite(function, bad):
