@@ -42,7 +42,7 @@ def require_usable(
         healthy = healthy & _in_order(batch.cu_seqlens, len(batch.mask))
     if not bool(healthy):
         require_offsets(function, batch)
-        raise ValueError(f"{function}: {_reason(batch, usable, weights, advantages)}")
+        raise ValueError(f"{function}: {_reason(batch, usable, advantages)}")
 
 
 def require_offsets(function: str, batch: TokenBatch) -> None:
@@ -59,7 +59,7 @@ def _in_order(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     return (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens) & (cu_seqlens.diff() >= 0).all()
 
 
-def _reason(batch: TokenBatch, usable: Tensor, weights: Tensor | None, advantages: Tensor | None) -> str:
+def _reason(batch: TokenBatch, usable: Tensor, advantages: Tensor | None) -> str:
     """What the first offender should have been, and where it is."""
     if bool(usable.all()) and advantages is not None:
         row = int(advantages.isfinite().int().argmin())
