@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from typing import Protocol, runtime_checkable
@@ -38,6 +38,7 @@ class GenerationRequest:
         prompt: Token ids of the prompt, at least one.
         max_new_tokens: The response ends here if the model has not ended it.
         seed: Seed of this response alone, so that its tokens do not depend on who is sampled beside it.
+        trace: Record checksums of every module's output, for an audit; see ``rzero.collectors.tracing``.
     """
 
     uid: int
@@ -47,6 +48,7 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     max_new_tokens: int
     seed: int
+    trace: bool = False
 
     def __post_init__(self) -> None:
         """Check what an engine relies on."""
@@ -71,6 +73,7 @@ class Completion:
         t_first_ns: When the first token was drawn.
         t_done_ns: When the last token was drawn.
         digest: int64 [2], ``provenance_digest`` of the whole row, taken where the tokens were drawn.
+        trace: By module name, int64 [R] checksums of the outputs behind each token; empty unless asked for.
     """
 
     request: GenerationRequest
@@ -83,6 +86,7 @@ class Completion:
     t_first_ns: int
     t_done_ns: int
     digest: Tensor
+    trace: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Clock:
@@ -191,6 +195,10 @@ class GenerationEngine(Protocol):
 
     def context(self) -> SamplingContext:
         """The law that tokens are drawn by."""
+        ...
+
+    def weight_digests(self) -> dict[str, int]:
+        """Digests of the weights as the engine holds them now, read at a token boundary."""
         ...
 
     def busy_seconds(self) -> float:

@@ -22,7 +22,7 @@ from rzero.buffers import FinishCode, SamplingContext
 from rzero.collectors.engine import Completion, EngineError, GenerationEngine, GenerationRequest
 from rzero.collectors.transport import Channel, ConnectionLost, Message
 
-_REQUEST_FIELDS = ("uid", "group_id", "prompt_id", "sample_index", "max_new_tokens", "seed")
+_REQUEST_FIELDS = ("uid", "group_id", "prompt_id", "sample_index", "max_new_tokens", "seed", "trace")
 _COMPLETION_FIELDS = ("finish_code", "context_id", "t_submit_ns", "t_first_ns", "t_done_ns")
 
 
@@ -39,9 +39,15 @@ def decode_requests(tensors: Mapping[str, Tensor]) -> list[GenerationRequest]:
     """The inverse of ``encode_requests``."""
     prompts = tensors["prompt"].split(tensors["prompt_length"].tolist())
     return [
-        GenerationRequest(prompt=tuple(prompt.tolist()), **dict(zip(_REQUEST_FIELDS, row, strict=True)))
+        _request(tuple(prompt.tolist()), row)
         for prompt, row in zip(prompts, tensors["request"].tolist(), strict=True)
     ]
+
+
+def _request(prompt: tuple[int, ...], numbers: Sequence[int]) -> GenerationRequest:
+    named: dict[str, int] = dict(zip(_REQUEST_FIELDS, numbers, strict=True))
+    trace = bool(named.pop("trace"))
+    return GenerationRequest(prompt=prompt, trace=trace, **named)
 
 
 def encode_completions(completions: Sequence[Completion]) -> dict[str, Tensor]:
@@ -56,6 +62,7 @@ def encode_completions(completions: Sequence[Completion]) -> dict[str, Tensor]:
         "behavior_log_probs": torch.cat([c.behavior_log_probs for c in completions]),
         "policy_version": torch.cat([c.policy_version for c in completions]),
         "digest": torch.stack([c.digest for c in completions]),
+        **{f"trace/{c.request.uid}/{name}": rows for c in completions for name, rows in c.trace.items()},
     }
 
 
@@ -67,6 +74,11 @@ def decode_completions(
     split = {
         name: tensors[name].split(lengths) for name in ("response", "behavior_log_probs", "policy_version")
     }
+    traces: dict[int, dict[str, Tensor]] = {uid: {} for uid in tensors["uid"].tolist()}
+    for key in tensors:
+        if key.startswith("trace/"):
+            _, uid, name = key.split("/", 2)
+            traces[int(uid)][name] = tensors[key]
     completions = []
     for i, (uid, row) in enumerate(zip(tensors["uid"].tolist(), tensors["completion"].tolist(), strict=True)):
         finish_code, context_id, t_submit_ns, t_first_ns, t_done_ns = row
@@ -82,6 +94,7 @@ def decode_completions(
                 t_first_ns=t_first_ns,
                 t_done_ns=t_done_ns,
                 digest=tensors["digest"][i],
+                trace=traces[uid],
             )
         )
     return completions
@@ -161,6 +174,10 @@ class RemoteEngine:
     def context(self) -> SamplingContext:
         """See ``GenerationEngine.context``."""
         return self._context
+
+    def weight_digests(self) -> dict[str, int]:
+        """See ``GenerationEngine.weight_digests``."""
+        return json.loads(self._call(Message("digests")).text["digests"])
 
     def busy_seconds(self) -> float:
         """As of the engine's last message."""
@@ -295,6 +312,8 @@ def _serve_commands(
                     engine.submit(request).add_done_callback(deliver)
             elif message.kind == "swap":
                 to_send.put(_swap(engine, message))
+            elif message.kind == "digests":
+                to_send.put(Message("digests", text={"digests": json.dumps(engine.weight_digests())}))
             elif message.kind == "pause":
                 engine.pause()
                 to_send.put(Message("paused"))

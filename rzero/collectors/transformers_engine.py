@@ -16,7 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ from rzero.collectors.engine import (
     row_digests,
 )
 from rzero.collectors.hashing import uniforms
+from rzero.collectors.tracing import traced
 from rzero.collectors.transformers_slots import SlotState
-from rzero.collectors.weights import load_weights
+from rzero.collectors.weights import load_weights, named_weights, weight_digests
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class _Slot:
     future: Future[Completion]
     t_submit_ns: int
     t_first_ns: int = 0
+    trace: list[dict[str, Tensor]] = field(default_factory=list)  # one entry a token
 
 
 def sample_tokens(log_probs: Tensor, u: Tensor) -> Tensor:
@@ -184,6 +187,16 @@ class TransformersEngine:
         """See ``GenerationEngine.context``."""
         return self._context
 
+    def weight_digests(self) -> dict[str, int]:
+        """See ``GenerationEngine.weight_digests``."""
+        already_pausing = self._pausing
+        self.pause()
+        try:
+            return weight_digests(named_weights(self.model))
+        finally:
+            if not already_pausing:
+                self.resume()
+
     def busy_seconds(self) -> float:
         """See ``GenerationEngine.busy_seconds``."""
         return self._busy_ns / 1e9
@@ -291,9 +304,13 @@ class TransformersEngine:
         width = int(positions.max()) + 1
         state.cache.aim(positions, width)
         mask = torch.arange(width, device=self._device) <= positions[:, None]
-        logits = self._forward(
-            state.last_token[:n, None], positions[:, None], rearrange(mask, "n t -> n 1 1 t"), state.cache
-        )
+        tracing = [r for r, slot in enumerate(self._slots) if slot.request.trace]
+        with traced(self.model) if tracing else nullcontext({}) as trace:
+            logits = self._forward(
+                state.last_token[:n, None], positions[:, None], rearrange(mask, "n t -> n 1 1 t"), state.cache
+            )
+        for r in tracing:
+            self._slots[r].trace.append({name: rows[r, 0].cpu() for name, rows in trace.items()})
         log_probs = self._log_softmax(logits[:, -1].float() / self._temperature)
         tokens = sample_tokens(log_probs, uniforms(state.seed[:n], state.count[:n]))
         state.record(n, tokens, log_probs.gather(-1, tokens[:, None])[:, 0], self._version)
@@ -332,6 +349,9 @@ class TransformersEngine:
                 t_first_ns=slot.t_first_ns,
                 t_done_ns=now,
                 digest=digest,
+                trace={name: torch.stack([step[name] for step in slot.trace]) for name in slot.trace[0]}
+                if slot.trace
+                else {},
             )
             for slot, tokens, drawn_with, version, stop, digest in zip(
                 slots,

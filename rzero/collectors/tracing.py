@@ -1,0 +1,60 @@
+"""Checksums of what every module of a model puts out, row by row: to find where two computations part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rzero.collectors.hashing import splitmix64
+
+
+def row_checksums(tensor: Tensor) -> Tensor:
+    """64-bit checksums of the bits along the last dimension.
+
+    Each element's bit pattern is hashed together with its index and the hashes are added modulo 2^64, so that
+    no order of summation can change the result.
+
+    Args:
+        tensor: [..., K], elements of 1, 2, 4 or 8 bytes.
+
+    Returns:
+        int64 [...].
+
+    Example:
+        >>> row_checksums(torch.tensor([[0.0, 1.0], [0.0, 1.0], [-0.0, 1.0]])).unique().numel()
+        2
+    """
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    words = tensor.detach().contiguous().view(integer).to(torch.int64)
+    index = torch.arange(words.shape[-1], device=words.device)
+    return splitmix64(words ^ splitmix64(index)).sum(-1)
+
+
+@contextmanager
+def traced(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Record the outputs of all modules of a model while the block runs one forward.
+
+    Yields:
+        Filled during the forward, in the order in which modules finish: module name to int64 [n, t] checksums
+        of its output rows, for every module whose (first) output is a tensor [n, t, K].
+    """
+    trace: dict[str, Tensor] = {}
+
+    def record(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor) and first.ndim == 3:
+                trace[name] = row_checksums(first)
+
+        return hook
+
+    handles = [module.register_forward_hook(record(name)) for name, module in model.named_modules() if name]
+    try:
+        yield trace
+    finally:
+        for handle in handles:
+            handle.remove()
