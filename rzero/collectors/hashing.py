@@ -20,8 +20,10 @@ def splitmix64(x: Tensor) -> Tensor:
     Reference: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 
     Example:
-        >>> splitmix64(torch.tensor([0]))  # the first output of the generator seeded with 0:
-        0xE220A8397B1DCDAF tensor([-2152535657050944081])
+        The first output of the generator seeded with 0 is 0xE220A8397B1DCDAF.
+
+        >>> splitmix64(torch.tensor([0]))
+        tensor([-2152535657050944081])
     """
     x = x + _GOLDEN
     x = (x ^ _shift_right(x, 30)) * _FIRST
