@@ -55,19 +55,21 @@ class BatchMaker:
 
     def next(self, size: int, timeout: float) -> tuple[Any, dict[str, Any]] | None:
         """Wait for a batch, consume its groups and return it with its info; None if no more can come."""
-        with self._queue.changed:
-            self._queue.raise_error()
-            if self._prepared and size == self._size:
-                lease, future = self._prepared.popleft()
-            else:
-                lease, future = self._queue.wait(size, timeout), None
-        if lease is None:
+        found = self._queue.wait(lambda: self._find(size), size=size, timeout=timeout)
+        if found is None:
             return None
+        lease, future = found
         batch = self.make(lease) if future is None else future.result()
         with self._queue.changed:
             self._queue.consume(lease)
             self.prepare_ahead()
         return batch, {**lease.info, "index": lease.index}
+
+    def _find(self, size: int) -> tuple[Lease, Future[Any] | None] | None:
+        """The batch that was prepared first, or else the next groups, if they are there."""
+        if self._prepared and size == self._size:
+            return self._prepared.popleft()
+        return (self._queue.take(size), None) if self._queue.ready(size) else None
 
     def make(self, lease: Lease) -> Any:
         """Make the batch of a lease; whatever goes wrong, the groups that are sound are given back.
@@ -126,3 +128,4 @@ class BatchMaker:
     def _submit(self, lease: Lease) -> None:
         future = None if self._executor is None else self._executor.submit(self.make, lease)
         self._prepared.append((lease, future))
+        self._queue.changed.notify_all()

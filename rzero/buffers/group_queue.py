@@ -1,9 +1,9 @@
 """Waiting for whole groups: who is next, who must leave, and why nobody comes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from rzero.buffers.entry import restore_batch
 from rzero.buffers.packing import PackedBatch
 from rzero.buffers.samplers import GroupSampler, OldestVersionFirstSampler, ReadyGroup
 from rzero.buffers.storage import TokenLogStorage
+
+T = TypeVar("T")
 
 
 class Eviction(NamedTuple):
@@ -100,8 +102,8 @@ class GroupQueue:
                     f"{caller}: {len(self._evicted)} evicted groups wait to be taken; call take_evicted()"
                 )
 
-    def update(self) -> None:
-        """Queue the groups that became complete, and evict those that are too many."""
+    def evict_excess(self) -> None:
+        """After a write: evict the complete groups that are too many, those with the oldest weights first."""
         with self.changed:
             self._enqueue(self._store.take_completed())
             excess = len(self._stalest) - self._capacity
@@ -110,8 +112,8 @@ class GroupQueue:
                 self._evicted += self.evict(groups, "capacity")
 
     def ready(self, size: int) -> bool:
-        """Whether a batch of ``size`` responses is there."""
-        self.update()
+        """Whether a batch of ``size`` responses is there; the caller holds the lock."""
+        self._enqueue(self._store.take_completed())
         return self.sampler.can_sample(self._storage, size)
 
     def take(self, size: int) -> Lease:
@@ -128,11 +130,16 @@ class GroupQueue:
             self._stalest.discard(group_id)
         return Lease(self._store.lease(groups), {"group_id": torch.tensor(groups, dtype=torch.int64)})
 
-    def wait(self, size: int, timeout: float) -> Lease | None:
-        """Lease the next groups as soon as they are there.
+    def wait(self, find: Callable[[], T | None], *, size: int, timeout: float) -> T | None:
+        """Call ``find`` under the lock, now and after every change, until it finds something.
+
+        Args:
+            find: returns None while there is nothing.
+            size: responses that are waited for, for the message.
+            timeout: seconds.
 
         Returns:
-            The lease, or None if the queue is closed and they cannot come any more.
+            What was found, or None if the queue is closed and nothing can come any more.
 
         Raises:
             TimeoutError: saying what is missing.
@@ -142,10 +149,9 @@ class GroupQueue:
         with self.changed:
             while True:
                 self.raise_error()
-                if self.ready(size):
-                    return self.take(size)
-                if self._closed:
-                    return None
+                found = find()
+                if found is not None or self._closed:
+                    return found
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise TimeoutError(f"sample: {self.missing(size)}")

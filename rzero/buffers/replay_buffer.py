@@ -156,7 +156,7 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
                 return torch.zeros(0, dtype=torch.int64)
         index = self.writer.extend(cast(Any, data))
         with self._queue.changed:
-            self._queue.update()
+            self._queue.evict_excess()
             self._maker.prepare_ahead()
         return index
 

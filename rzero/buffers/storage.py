@@ -228,9 +228,7 @@ class TokenLogStorage(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse: a copy in another process would have a ledger of its own."""
-        raise RuntimeError(
-            "TokenLogStorage cannot be copied or sent: send PackedBatches to its process instead"
-        )
+        raise RuntimeError("TokenLogStorage: one process owns the store; send batches to it")
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:

@@ -205,7 +205,9 @@ class Store:
         for chunk in chunks:
             with self.changed:
                 rows = self._rows(places)
-                faults += find_faults(self._log, chunk, rows[rows["chunk"] == chunk])
+                rows = rows[rows["chunk"] == chunk]
+                if len(rows):  # The chunk goes with its last row.
+                    faults += find_faults(self._log, chunk, rows)
         return faults
 
     def state(self) -> State:

@@ -54,9 +54,13 @@ class WriteOnceReplayBuffer(ReplayBuffer):
             _refuse("share")
         return super().share(False)
 
+    def __getstate__(self) -> NoReturn:
+        """Refuse: a copy would give every response to a learner again."""
+        _refuse("__getstate__")
+
 
 def _refuse(method: str) -> NoReturn:
     raise RuntimeError(
         f"ProvenanceReplayBuffer.{method}: stored responses are write-once and belong to one process; "
-        "extend the buffer, or annotate its storage"
+        "extend the buffer, annotate its storage, or send batches to its process"
     )

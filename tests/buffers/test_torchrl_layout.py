@@ -134,8 +134,8 @@ def tiny_actor():
 
 @pytest.mark.parametrize("layout", ["lazy", "padded"])
 def test_grpo_reads_it(layout):
-    # The behaviour log-probs are those of the actor plus ln 2: every ratio is 1/2, far from any clip that would
-    # bite, so the loss is the mean over sampled tokens of -advantage / 2.
+    # The behaviour log-probs are those of the actor plus ln 2: every ratio is 1/2, within the clip,
+    # so the loss is the mean over sampled tokens of -advantage / 2.
     model, actor = tiny_actor()
     records = [fields(uid, prompt=2 + uid, versions=(1,) * (5 - uid)) for uid in range(3)]
     for record in records:
