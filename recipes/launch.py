@@ -56,7 +56,7 @@ def parse(config_class: type[ConfigT], *, default: ConfigT, description: str) ->
 
 
 def run(
-    learn: Callable[[dict[int, tuple[Channel, Channel]]], None], sample: Callable[[Channel, Channel], None]
+    learn: Callable[[dict[int, tuple[Channel, Channel]]], object], sample: Callable[[Channel, Channel], None]
 ) -> NoReturn:
     """Connect the ranks, run this one's part, and end the process.
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import transformers
 
 from recipes.errors import RecipeError
+from recipes.kernel_choice import Kernels, put_kernels_under
 from recipes.tasks import Problem, ReasoningTasks
-from recipes.tiny_model import cached_tiny_model, default_cache_dir, encode_prompt
-from rzero.collectors import GenerationRequest, Prompt, RewardFunction, TransformersEngine
+from recipes.tiny_model import cached_tiny_model, default_cache_dir, encode_prompts
+from rzero.audit import AuditReport, audit
+from rzero.collectors import GenerationEngine, GenerationRequest, Prompt, RewardFunction, TransformersEngine
 
 HELD_OUT_SEED = 1  # Held-out responses draw the same random numbers at every evaluation and in every run.
+ENCODED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +31,14 @@ class Policy:
         tokenizer: Its tokenizer.
         tasks: The problems it is trained and measured on.
         temperature: Of sampling and of learning.
+        kernels: Under the model, in the learner and in every sampler.
     """
 
     model: Any
     tokenizer: Any
     tasks: ReasoningTasks
     temperature: float
+    kernels: Kernels
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -50,8 +56,11 @@ class Policy:
 
     def prompts(self) -> Iterator[Prompt]:
         """The training stream, encoded."""
-        for problem in self.tasks.stream(0):
-            yield self._prompt(problem)
+        stream = self.tasks.stream(0)
+        while problems := list(islice(stream, ENCODED_AT_ONCE)):
+            encoded = encode_prompts(self.tokenizer, [problem.question for problem in problems])
+            for problem, token_ids in zip(problems, encoded, strict=True):
+                yield Prompt(prompt_id=problem.prompt_id, token_ids=tuple(token_ids), problem=problem)
 
     def rewards(self) -> RewardFunction:
         """The task's own verifier, on the text of a group's responses."""
@@ -71,7 +80,11 @@ class Policy:
             max_new_tokens: Length limit.
         """
         engine = TransformersEngine(
-            self.model, eos_token_ids=self.eos_token_ids, temperature=self.temperature, version=version
+            self.model,
+            eos_token_ids=self.eos_token_ids,
+            temperature=self.temperature,
+            version=version,
+            log_softmax=self.kernels.log_softmax,
         )
         prompts = [self._prompt(problem) for problem in self.tasks.held_out]
         futures = [
@@ -99,16 +112,40 @@ class Policy:
         ]
         return sum(score == 1.0 for score in scores) / len(scores)
 
+    def audit(
+        self, engine: GenerationEngine, *, version: int, prompts: int, max_new_tokens: int
+    ) -> AuditReport:
+        """Compare an engine with this model, which holds the weights of ``version``, on held-out problems."""
+        problems = self.tasks.held_out
+        return audit(
+            engine,
+            self.model,
+            [self._prompt(problems[index % len(problems)]).token_ids for index in range(prompts)],
+            version=version,
+            temperature=self.temperature,
+            kernel_fingerprint=self.kernels.fingerprint,
+            tokenizer_digest=self.tokenizer_digest,
+            max_new_tokens=max_new_tokens,
+            seed=version,
+            log_softmax=self.kernels.log_softmax,
+        )
+
     def _prompt(self, problem: Problem) -> Prompt:
         return Prompt(
             prompt_id=problem.prompt_id,
-            token_ids=tuple(encode_prompt(self.tokenizer, problem.question)),
+            token_ids=tuple(encode_prompts(self.tokenizer, [problem.question])[0]),
             problem=problem,
         )
 
 
 def load_policy(
-    model: Path | None, *, specs: Sequence[str], tasks: ReasoningTasks, temperature: float, warm_up_steps: int
+    model: Path | None,
+    *,
+    specs: Sequence[str],
+    tasks: ReasoningTasks,
+    temperature: float,
+    warm_up_steps: int,
+    kernels: str,
 ) -> Policy:
     """Load a local model, or make the tiny one on the first call and load it.
 
@@ -127,4 +164,10 @@ def load_policy(
         )
     except (OSError, ValueError) as error:
         raise RecipeError(f"--model {folder} could not be loaded: {str(error).splitlines()[0]}") from error
-    return Policy(model=loaded.eval(), tokenizer=tokenizer, tasks=tasks, temperature=temperature)
+    return Policy(
+        model=loaded.eval(),
+        tokenizer=tokenizer,
+        tasks=tasks,
+        temperature=temperature,
+        kernels=put_kernels_under(loaded, kernels),
+    )

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from recipes.errors import RecipeError
+from recipes.kernel_choice import require_ratios_of_one
 from recipes.launch import parse, run
 from recipes.policy import load_policy
 from recipes.run_log import RunLog
-from recipes.samplers import run_sampler, start_samplers
+from recipes.samplers import run_sampler, start_samplers, stop_samplers
 from recipes.tasks import ReasoningTasks
+from rzero.audit import AuditReport
 from rzero.buffers import ProvenanceReplayBuffer, TokenLogStorage
 from rzero.collectors import (
     AsyncRolloutCollector,
     Channel,
     CreditScheduler,
+    GenerationEngine,
     WeightPublisher,
     finished_first,
     named_weights,
@@ -41,7 +45,7 @@ class Config:
     nominal_lag: int = 2
     """Updates that the samplers may be behind, on average, when a response is trained on; 0 is
     synchronous."""
-    updates: int = 2500
+    updates: int = 3000
     """Optimizer updates."""
     tasks: tuple[str, ...] = ("basic_arithmetic",)
     """Data sets of reasoning-gym, mixed in equal parts; each NAME or NAME:KEY=VALUE,KEY=VALUE."""
@@ -66,10 +70,14 @@ class Config:
     """Responses that one engine samples at the same time."""
     eval_every: int = 250
     """Updates between measurements of held-out accuracy."""
+    audit_every: int = 0
+    """Updates between audits of the samplers, in which all work waits; 0 for none."""
     held_out: int = 256
     """Held-out problems."""
     held_out_samples: int = 4
     """Responses per held-out problem, sampled like those trained on; the accuracy is the mean over all."""
+    kernels: Literal["exact", "native"] = "native"
+    """``exact``: sampler and learner agree to the last bit on equal weights; ``native``: torch's, faster."""
     seed: int = 0
     """Seed of problems and sampling."""
     warm_up_steps: int = 600
@@ -87,7 +95,7 @@ class Config:
                 raise RecipeError(f"--{flag} must be at least {least}, got {getattr(self, name)}")
 
 
-def learn(config: Config, channels: dict[int, tuple[Channel, Channel]]) -> None:
+def learn(config: Config, channels: dict[int, tuple[Channel, Channel]]) -> dict[str, Any]:
     """The algorithm, on the learner's rank."""
     tasks = ReasoningTasks(config.tasks, seed=config.seed, held_out_size=config.held_out)
     policy = load_policy(
@@ -96,6 +104,7 @@ def learn(config: Config, channels: dict[int, tuple[Channel, Channel]]) -> None:
         tasks=tasks,
         temperature=config.temperature,
         warm_up_steps=config.warm_up_steps,
+        kernels=config.kernels,
     )
     engines = start_samplers(policy, channels, max_slots=config.max_slots)
     WeightPublisher(engines).publish(named_weights(policy.model), version=0)
@@ -130,6 +139,9 @@ def learn(config: Config, channels: dict[int, tuple[Channel, Channel]]) -> None:
             version=version, samples=config.held_out_samples, max_new_tokens=config.max_new_tokens
         )
 
+    def audit(engine: GenerationEngine, version: int) -> AuditReport:
+        return policy.audit(engine, version=version, prompts=64, max_new_tokens=config.max_new_tokens)
+
     log = RunLog(config, name=f"lag{config.nominal_lag}", busy_seconds=collector.busy_seconds)
     log.held_out(0, accuracy(0))
     batches = iter(collector)
@@ -145,7 +157,10 @@ def learn(config: Config, channels: dict[int, tuple[Channel, Channel]]) -> None:
                 batch.response_mask,
                 temperature=config.temperature,
                 prompt_length=batch.prompt_length,  # each prompt is computed once for its group
+                log_softmax=policy.kernels.log_softmax,
             )
+            if config.nominal_lag == 0 and config.kernels == "exact":
+                require_ratios_of_one(log_probs, batch.behavior_log_probs, batch.response_mask)
             loss = reinforce_loss(
                 log_probs,
                 batch.behavior_log_probs,  # recorded where each token was drawn
@@ -163,8 +178,13 @@ def learn(config: Config, channels: dict[int, tuple[Channel, Channel]]) -> None:
         if (version + 1) % config.eval_every == 0 or version + 1 == config.updates:
             with log.time("evaluate"):
                 log.held_out(version + 1, accuracy(version + 1))
+        if config.audit_every and (version + 1) % config.audit_every == 0:
+            with log.time("evaluate"):
+                collector.publisher.wait()
+                log.audit(version + 1, [audit(engine, version + 1) for engine in engines])
     collector.shutdown()
-    log.finish()
+    stop_samplers(channels)
+    return log.finish()
 
 
 def main(default: Config) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrl.record.loggers import CSVLogger, Logger, TensorboardLogger
 from tqdm import tqdm
 
+from rzero.audit import AuditReport
 from rzero.buffers import PackedBatch
 from rzero.collectors import LagReport
 from rzero.losses import ImportanceDiagnostics, importance_diagnostics
@@ -59,6 +60,7 @@ class RunLog:
         self._busy_start, self._busy_in_evaluation = busy_seconds(), 0.0
         self._start = time.perf_counter()
         self._tokens = self._updates = 0
+        self._audits: list[dict[str, Any]] = []
         self._held_out: dict[int, float] = {}
         self._bar = tqdm(total=config.updates, unit="update", dynamic_ncols=True, mininterval=1, desc=name)
 
@@ -144,6 +146,12 @@ class RunLog:
         self._write({"version": version, "held_out_accuracy": accuracy}, step=version)
         self._bar.write(f"version {version}: held-out accuracy {accuracy:.3f}", file=sys.stderr)
 
+    def audit(self, version: int, reports: Sequence[AuditReport]) -> None:
+        """Note what an audit of each sampler found."""
+        for sampler, report in enumerate(reports):
+            self._audits.append({"version": version, "sampler": sampler, **report.to_dict()})
+            self._bar.write(f"version {version}: audit of sampler {sampler}: {report}", file=sys.stderr)
+
     def seconds(self) -> float:
         """Wall time so far without evaluation."""
         return max(1e-9, time.perf_counter() - self._start - self._spent["evaluate"])
@@ -178,6 +186,7 @@ class RunLog:
             "tokens_per_second": self._tokens / self.seconds(),
             "seconds": self.seconds(),
             "evaluation_seconds": self._spent["evaluate"],
+            "audits": self._audits,
         }
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self._metrics.close()

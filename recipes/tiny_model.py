@@ -37,13 +37,14 @@ def character_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def encode_prompt(tokenizer: Any, question: str) -> list[int]:
-    """Token ids of a question: by the tokenizer's chat template, else ``<bos> question newline``."""
+def encode_prompts(tokenizer: Any, questions: Sequence[str]) -> list[list[int]]:
+    """Token ids of questions: by the tokenizer's chat template, else ``<bos> question newline``."""
     if tokenizer.chat_template:
-        messages = [{"role": "user", "content": question}]
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        chats = [[{"role": "user", "content": question}] for question in questions]
+        return tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    return [*start, *tokenizer.encode(question + "\n", add_special_tokens=False)]
+    texts = [question + "\n" for question in questions]
+    return [[*start, *ids] for ids in tokenizer(texts, add_special_tokens=False).input_ids]
 
 
 def tiny_llama(vocab_size: int, *, hidden_size: int, layers: int, seed: int) -> transformers.LlamaForCausalLM:
@@ -87,8 +88,8 @@ def warm_up(
 
 def _supervised_batch(tokenizer: Any, problems: Sequence[Problem]) -> dict[str, torch.Tensor]:
     rows, labels = [], []
-    for problem in problems:
-        prompt = encode_prompt(tokenizer, problem.question)
+    prompts = encode_prompts(tokenizer, [problem.question for problem in problems])
+    for problem, prompt in zip(problems, prompts, strict=True):
         answer = [*tokenizer.encode(problem.answer, add_special_tokens=False), tokenizer.eos_token_id]
         rows.append(torch.tensor(prompt + answer))
         labels.append(torch.tensor([-100] * len(prompt) + answer))

@@ -15,8 +15,9 @@ from torch import nn
 from torchrl.collectors import BaseCollector
 
 from rzero.buffers import ROW_FIELDS, PackedBatch, ProvenanceReplayBuffer
+from rzero.collectors.drain import drain
 from rzero.collectors.engine import Completion, GenerationEngine, GenerationRequest, packed_rows
-from rzero.collectors.hashing import splitmix64
+from rzero.collectors.hashing import stream_seed
 from rzero.collectors.scheduler import Scheduler
 from rzero.collectors.weights import PublishReport, WeightPublisher
 
@@ -41,8 +42,8 @@ RewardFunction = Callable[[Prompt, Sequence[Sequence[int]]], Sequence[float]]
 each."""
 
 
-def pack_group(completions: Sequence[Completion], rewards: Sequence[float]) -> PackedBatch:
-    """The completions of one group with their rewards, as the buffer takes them."""
+def pack_completions(completions: Sequence[Completion], rewards: Sequence[float]) -> PackedBatch:
+    """Completions with their rewards, as the buffer takes them."""
     requests = [c.request for c in completions]
     rows = packed_rows(
         [r.prompt for r in requests],
@@ -136,7 +137,7 @@ class AsyncRolloutCollector(BaseCollector):
         self.publisher = WeightPublisher(engines)
         self._lock = threading.Lock()  # guards the scheduler, the groups and the loads
         self._groups: dict[int, _Group] = {}
-        self._finished: dict[int, PackedBatch] = {}
+        self._finished: dict[int, tuple[list[Completion], list[float]]] = {}
         self._load = [0] * len(engines)
         self._events: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()
         self._stopping = False
@@ -230,9 +231,9 @@ class AsyncRolloutCollector(BaseCollector):
         try:
             while not self._stopping:
                 self._advance()
-                event = self._events.get()
-                if event is not None:
-                    self._collect(event.result())
+                for event in drain(self._events):
+                    if event is not None:
+                        self._collect(event.result())
         except BaseException as error:
             self._buffer.abort(error)
 
@@ -240,8 +241,11 @@ class AsyncRolloutCollector(BaseCollector):
         """Hand over what may be handed over, then start what may start."""
         with self._lock:
             released = [self._finished.pop(ticket) for ticket in self._scheduler.release()]
-        for group in released:
-            self._buffer.extend(group)
+        if released:
+            completions = [completion for group, _ in released for completion in group]
+            self._buffer.extend(
+                pack_completions(completions, [r for _, rewards in released for r in rewards])
+            )
         while True:
             with self._lock:
                 ticket = self._scheduler.admit()
@@ -253,11 +257,10 @@ class AsyncRolloutCollector(BaseCollector):
         prompt = next(self._prompts)
         size = self._group_size
         self._groups[ticket] = _Group(prompt, size, [None] * size)
-        uids = torch.arange(size) + ticket * size
-        seeds = splitmix64(splitmix64(torch.tensor(self._seed)) ^ uids).tolist()
         engine = min(range(len(self._engines)), key=self._load.__getitem__)
         self._load[engine] += size
-        for index, (uid, seed) in enumerate(zip(uids.tolist(), seeds, strict=True)):
+        for index in range(size):
+            uid = ticket * size + index
             request = GenerationRequest(
                 uid=uid,
                 group_id=ticket,
@@ -265,7 +268,7 @@ class AsyncRolloutCollector(BaseCollector):
                 sample_index=index,
                 prompt=prompt.token_ids,
                 max_new_tokens=self._max_new_tokens,
-                seed=seed,
+                seed=stream_seed(self._seed, uid),
             )
             future = self._engines[engine].submit(request)
             future.add_done_callback(self._events.put)
@@ -285,14 +288,13 @@ class AsyncRolloutCollector(BaseCollector):
             return
         del self._groups[ticket]
         completions = [c for c in group.completions if c is not None]
-        rewards = self._reward_fn(group.prompt, [c.response.tolist() for c in completions])
+        rewards = list(self._reward_fn(group.prompt, [c.response.tolist() for c in completions]))
         if len(rewards) != len(completions):
             raise ValueError(
                 f"AsyncRolloutCollector: reward_fn must return {len(completions)} rewards, got {len(rewards)}"
             )
-        packed = pack_group(completions, rewards)
         with self._lock:
-            self._finished[ticket] = packed
+            self._finished[ticket] = (completions, rewards)
             self._scheduler.accept(ticket)
 
     def _published(self, future: Future[PublishReport]) -> None:

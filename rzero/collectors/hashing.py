@@ -31,6 +31,25 @@ def splitmix64(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
+def stream_seed(seed: int, stream: int) -> int:
+    """A seed of its own for one of many streams of a run, the splitmix64 of both numbers.
+
+    Example:
+        >>> stream_seed(0, 1) == int(splitmix64(splitmix64(torch.tensor(0)) ^ 1))
+        True
+    """
+    mixed = _splitmix64_of_int(_splitmix64_of_int(seed) ^ stream)
+    return mixed - (1 << 64) if mixed >> 63 else mixed
+
+
+def _splitmix64_of_int(x: int) -> int:
+    mask = (1 << 64) - 1
+    x = (x + _GOLDEN) & mask
+    x = ((x ^ (x >> 30)) * _FIRST) & mask
+    x = ((x ^ (x >> 27)) * _SECOND) & mask
+    return x ^ (x >> 31)
+
+
 def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
     """Counter-based uniform numbers in (0, 1), one for each (seed, counter) pair.
 

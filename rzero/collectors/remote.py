@@ -13,12 +13,12 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rzero.buffers import FinishCode, SamplingContext
+from rzero.collectors.drain import drain
 from rzero.collectors.engine import Completion, EngineError, GenerationEngine, GenerationRequest
 from rzero.collectors.transport import Channel, ConnectionLost, Message
 
@@ -98,16 +98,6 @@ def decode_completions(
             )
         )
     return completions
-
-
-def _drain(source: queue.SimpleQueue[Any]) -> list[Any]:
-    """Wait for one item, then take all that are there."""
-    items = [source.get()]
-    while True:
-        try:
-            items.append(source.get_nowait())
-        except queue.Empty:
-            return items
 
 
 class RemoteEngine:
@@ -210,7 +200,7 @@ class RemoteEngine:
     def _send_loop(self) -> None:
         try:
             while True:
-                items = _drain(self._to_send)
+                items = drain(self._to_send)
                 requests = [item for item in items if isinstance(item, GenerationRequest)]
                 if requests:
                     self._outgoing.send(Message("submit", encode_requests(requests)))
@@ -276,7 +266,7 @@ def serve_engine(engine: GenerationEngine, outgoing: Channel, incoming: Channel)
     receiver = threading.Thread(target=_serve_commands, args=(engine, incoming, to_send), daemon=True)
     receiver.start()
     while True:
-        items = _drain(to_send)
+        items = drain(to_send)
         error = next((item for item in items if isinstance(item, BaseException)), None)
         if isinstance(error, ConnectionLost):
             raise error

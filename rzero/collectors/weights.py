@@ -139,6 +139,14 @@ class WeightPublisher:
             )
         return report
 
+    def wait(self) -> PublishReport | None:
+        """Wait for the publish under way and return its report; None if nothing was published so far.
+
+        Raises:
+            EngineError: If it failed.
+        """
+        return None if self._last is None else self._last.result()
+
     def publish_async(
         self, model: nn.Module, version: int, *, on_done: Callable[[Future[PublishReport]], object]
     ) -> Future[PublishReport]:

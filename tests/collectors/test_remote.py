@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 
-
 def run_ranks(scenario, folder):
     command = [sys.executable, "-W", "ignore", "-m", "tests.collectors.remote_ranks", scenario]
     ranks = [

@@ -2,7 +2,7 @@ import torch
 import transformers
 
 from recipes.tasks import ReasoningTasks
-from recipes.tiny_model import cached_tiny_model, character_tokenizer, encode_prompt, tiny_llama, warm_up
+from recipes.tiny_model import cached_tiny_model, character_tokenizer, encode_prompts, tiny_llama, warm_up
 
 
 def test_the_tokenizer_reads_characters_and_gives_them_back():
@@ -12,7 +12,7 @@ def test_the_tokenizer_reads_characters_and_gives_them_back():
     assert len(ids) == len(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.encode("é", add_special_tokens=False) == [tokenizer.unk_token_id]
-    assert encode_prompt(tokenizer, "1")[0] == tokenizer.bos_token_id
+    assert encode_prompts(tokenizer, ["1"])[0][0] == tokenizer.bos_token_id
 
 
 def test_a_chat_template_is_used_where_there_is_one():
@@ -20,7 +20,7 @@ def test_a_chat_template_is_used_where_there_is_one():
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}!{% endif %}"
     )
-    assert tokenizer.decode(encode_prompt(tokenizer, "7")) == "<7>!"
+    assert [tokenizer.decode(ids) for ids in encode_prompts(tokenizer, ["7", "8"])] == ["<7>!", "<8>!"]
 
 
 def test_warm_up_is_seeded_and_learns():
@@ -30,7 +30,7 @@ def test_warm_up_is_seeded_and_learns():
         model = tiny_llama(len(tokenizer), hidden_size=32, layers=1, seed=0)
         tasks = ReasoningTasks(["basic_arithmetic"], seed=0, held_out_size=8)
         warm_up(model, tokenizer, tasks, steps=12, batch_size=16)
-        ids = torch.tensor([encode_prompt(tokenizer, "Calculate 1 + 1.")])
+        ids = torch.tensor(encode_prompts(tokenizer, ["Calculate 1 + 1."]))
         losses.append(model(input_ids=ids).logits)
     assert torch.equal(losses[0], losses[1])
     untrained = tiny_llama(len(tokenizer), hidden_size=32, layers=1, seed=0)
