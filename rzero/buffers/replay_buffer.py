@@ -367,7 +367,7 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
 
     def _load(self, state: State, order: Mapping[str, Any]) -> None:
         saved, own = order.get("sampler", {}), self.sampler.state_dict()
-        if saved.keys() != own.keys():
+        if not own.keys() <= saved.keys():
             raise ValueError(f"load_state_dict: sampler state must hold {sorted(own)}, got {sorted(saved)}")
         self._maker.recall()
         self._store.load(state)
