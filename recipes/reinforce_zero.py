@@ -45,7 +45,7 @@ class Config:
     nominal_lag: int = 2
     """Updates that the samplers may be behind, on average, when a response is trained on; 0 is
     synchronous."""
-    updates: int = 3000
+    updates: int = 2000
     """Optimizer updates."""
     tasks: tuple[str, ...] = ("basic_arithmetic",)
     """Data sets of reasoning-gym, mixed in equal parts; each NAME or NAME:KEY=VALUE,KEY=VALUE."""

@@ -69,9 +69,12 @@ def tiny_llama(vocab_size: int, *, hidden_size: int, layers: int, seed: int) -> 
 def warm_up(
     model: Any, tokenizer: Any, tasks: ReasoningTasks, *, steps: int, batch_size: int = 128, lr: float = 3e-3
 ) -> None:
-    """Supervised learning, loss on the answer alone, for a fixed number of seeded steps."""
+    """Supervised learning, loss on the answer alone, for a fixed number of seeded steps.
+
+    The learning rate does not decay: a model that is still in motion is what reinforcement can improve.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
+    schedule = transformers.get_constant_schedule_with_warmup(optimizer, steps // 20)
     problems = tasks.stream(WARM_UP_CURSOR)
     model.train()
     progress = tqdm(range(steps), desc="warm-up", unit="step", dynamic_ncols=True)
