@@ -69,9 +69,8 @@ def work(folder: Path, seed: int, first_group: int, alive: Connection) -> None:
             uids = choose.sample(open_uids, min(len(open_uids), choose.randint(1, 9)))
             diary.write("try-extend", uids)
             buffer.extend([response(uid) for uid in uids])
+            diary.write("evict", [eviction.group_id for eviction in buffer.take_evicted()])
             diary.write("extend", uids)
-            for eviction in buffer.take_evicted():
-                diary.write("evict", [eviction.group_id])
         elif action == "annotate" and len(buffer):
             uid = choose.choice(buffer[:].uid.tolist())
             length = len(response(uid)["token_ids"])
@@ -87,8 +86,8 @@ def work(folder: Path, seed: int, first_group: int, alive: Connection) -> None:
             diary.write("fail", [group_id])
         elif action == "evict" and buffer.stats()["groups_ready"] > 3:
             groups = buffer.stale_groups(2**31 - 1)[:1]
-            diary.write("try-evict", groups)
+            diary.write("try-expel", groups)
             buffer.evict(groups, "stale")
-            diary.write("evict", groups)
+            diary.write("expel", groups)
         elif action == "dump":
             buffer.dumps(folder / "dump")

@@ -32,8 +32,8 @@ def kill_at_random(folder, seed, first_group):
 
 
 def read_diary(path):
-    """What was promised, and what was tried last without an answer."""
-    promised, tried = defaultdict(list), None
+    """What was promised, and what the killed worker tried last without an answer."""
+    promised, tried = defaultdict(list), ("nothing", [])
     for line in path.read_text().splitlines():
         word, *numbers = line.split(" ")
         numbers = [int(number) for number in numbers if number]
@@ -41,40 +41,44 @@ def read_diary(path):
             tried = (word.removeprefix("try-"), numbers)
         else:
             promised[word] += numbers
-            tried = None if tried is None or tried[0] == word or word == "evict" else tried
+            tried = ("nothing", []) if word in (tried[0], "killed") else tried
     return promised, tried
 
 
-def check(folder, kills):
+def check(folder, happened):
+    """Hold the store against the diary.
+
+    ``happened`` remembers what unanswered steps of earlier workers turned out to have done.
+    """
     promised, tried = read_diary(folder / "diary.txt")
     buffer = open_store(folder / "store")
-    stats = assert_balanced(buffer)
+    assert_balanced(buffer)
     assert buffer.storage.verify() == []
 
     stored = {} if len(buffer) == 0 else {int(row.uid): row for row in unpack(buffer[:])}
+    assert len(stored) == len(buffer)
     for uid, row in stored.items():
         assert_same(row, unpack(pack_fields([response(uid)]))[0])
-    assert len(stored) == len(buffer)
 
     used = promised["sample"]
     assert len(used) == len(set(used))
-    gone = set(used) | set(promised["evict"]) | set(promised["fail"])
+    gone = {group for word in ("sample", "evict", "expel", "fail") for group in promised[word]}
     assert not {uid // SIZE for uid in stored} & gone, "a group that was closed came back"
 
     # An acknowledged response is stored or its group was closed; the unanswered step may have closed more.
-    missing = {uid // SIZE for uid in promised["extend"] if uid not in stored} - gone
-    may_close = {"sample": 2, "evict": 1, "fail": 1, "extend": 9}.get(tried[0] if tried else "", 0)
-    unknown = set(promised["reserve"]) - gone - set(buffer.incomplete()) - {uid // SIZE for uid in stored}
-    assert len(missing | unknown) <= may_close, (missing, unknown, tried)
+    present = {uid // SIZE for uid in stored} | set(buffer.incomplete())
+    lost = {uid // SIZE for uid in promised["extend"] if uid not in stored}
+    lost = (lost | (set(promised["reserve"]) - present)) - gone - happened["closed"]
+    assert len(lost) <= {"sample": 2, "expel": 1, "fail": 1, "extend": 9}.get(tried[0], 0), (lost, tried)
+    happened["closed"] |= lost
 
-    # A step without an answer happened whole or not at all.
-    extra = set(stored) - set(promised["extend"])
+    # The unanswered step happened whole or not at all; whole may mean that a group of it was evicted at once.
+    extra = set(stored) - set(promised["extend"]) - happened["stored"]
     if extra:
-        assert tried is not None and tried[0] == "extend"
+        assert tried[0] == "extend"
         assert extra <= set(tried[1])
-        lost = set(tried[1]) - extra
-        evicted_at_once = {uid // SIZE for uid in lost}
-        assert not lost or (stats["evicted"] > 0 and not evicted_at_once & set(buffer.incomplete()))
+        assert not {uid // SIZE for uid in set(tried[1]) - extra} & present
+    happened["stored"] |= extra
 
     # Acknowledged notes of the learner are there too.
     if stored:
@@ -88,25 +92,24 @@ def check(folder, kills):
         copy.loads(folder / "dump")
         assert copy.storage.verify() == []
         assert_balanced(copy)
-    next_group = 1 + max(
-        [*promised["reserve"], *(tried[1] if tried and tried[0] == "reserve" else [])], default=-1
-    )
     buffer.shutdown()
-    return next_group
+    with open(folder / "diary.txt", "a") as file:
+        file.write("killed \n")
+    return 1 + max([*promised["reserve"], *(tried[1] if tried[0] == "reserve" else [])], default=-1)
 
 
 def survive(folder, kills, seed):
-    next_group = 0
+    next_group, happened = 0, defaultdict(set)
     for number in range(kills):
         kill_at_random(folder, seed + number, next_group)
-        next_group = check(folder, number)
+        next_group = check(folder, happened)
 
     # To the end: every group that is left comes out once, whole, and as it was drawn.
     promised, _ = read_diary(folder / "diary.txt")
     buffer = open_store(folder / "store")
     for group_id, indices in buffer.incomplete().items():
         buffer.extend([response(group_id * SIZE + index) for index in indices])
-    buffer.take_evicted()
+        buffer.take_evicted()
     seen = []
     while buffer.can_sample(SIZE):
         batch = buffer.sample(SIZE, timeout=0)
