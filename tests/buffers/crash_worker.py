@@ -40,8 +40,14 @@ def annotation(uid: int, length: int) -> torch.Tensor:
 class Diary:
     """Lines that are in the file when the call returns, whatever happens next."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, alive: Connection):
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.alive = alive
+
+    def attempt(self, word: str, numbers: list[int]) -> None:
+        """Note what comes next, and say so to whoever will kill us in the middle of it."""
+        self.write(f"try-{word}", numbers)
+        self.alive.send_bytes(b".")
 
     def write(self, word: str, numbers: list[int]) -> None:
         os.write(self.file, f"{word} {' '.join(map(str, numbers))}\n".encode())
@@ -50,44 +56,46 @@ class Diary:
 def work(folder: Path, seed: int, first_group: int, alive: Connection) -> None:
     """Reserve, extend, annotate, sample, fail, evict and dump at random, for ever."""
     torch.set_num_threads(1)
-    choose, diary = random.Random(seed), Diary(folder / "diary.txt")
+    choose, diary = random.Random(seed), Diary(folder / "diary.txt", alive)
     buffer = open_store(folder / "store")
     next_group = first_group
     while True:
-        alive.send_bytes(b".")
         action = choose.choice(
             ["reserve", "extend", "extend", "extend", "annotate", "sample", "fail", "evict", "dump"]
         )
         missing = buffer.incomplete()
         if action == "reserve" and len(missing) < 6:
-            diary.write("try-reserve", [next_group])
+            diary.attempt("reserve", [next_group])
             buffer.reserve(next_group, SIZE)
             diary.write("reserve", [next_group])
             next_group += 1
         elif action == "extend" and missing:
             open_uids = [group * SIZE + index for group, indices in missing.items() for index in indices]
             uids = choose.sample(open_uids, min(len(open_uids), choose.randint(1, 9)))
-            diary.write("try-extend", uids)
+            diary.attempt("extend", uids)
             buffer.extend([response(uid) for uid in uids])
             diary.write("evict", [eviction.group_id for eviction in buffer.take_evicted()])
             diary.write("extend", uids)
         elif action == "annotate" and len(buffer):
             uid = choose.choice(buffer[:].uid.tolist())
             length = len(response(uid)["token_ids"])
+            diary.attempt("annotate", [uid])
             buffer.storage.annotate(torch.tensor([uid]), "log_probs", annotation(uid, length))
             diary.write("annotate", [uid])
         elif action == "sample" and buffer.can_sample():
-            diary.write("try-sample", [])
+            diary.attempt("sample", [])
             diary.write("sample", buffer.sample(timeout=0).group_id.unique().tolist())
         elif action == "fail" and missing and choose.random() < 0.3:
             group_id = choose.choice(sorted(missing))
-            diary.write("try-fail", [group_id])
+            diary.attempt("fail", [group_id])
             buffer.fail(group_id, "lost")
             diary.write("fail", [group_id])
         elif action == "evict" and buffer.stats()["groups_ready"] > 3:
             groups = buffer.stale_groups(2**31 - 1)[:1]
-            diary.write("try-expel", groups)
+            diary.attempt("expel", groups)
             buffer.evict(groups, "stale")
             diary.write("expel", groups)
         elif action == "dump":
+            diary.attempt("dump", [])
             buffer.dumps(folder / "dump")
+            diary.write("dump", [])

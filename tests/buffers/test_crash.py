@@ -21,9 +21,9 @@ def kill_at_random(folder, seed, first_group):
     worker = CONTEXT.Process(target=work, args=(folder, seed, first_group, writer), daemon=True)
     worker.start()
     writer.close()
-    for _ in range(chance.randint(1, 120)):
+    for _ in range(chance.randint(1, 80)):
         reader.recv_bytes()
-    for _ in range(chance.randint(0, 30_000)):  # Somewhere inside the next step, too.
+    for _ in range(int(10 ** chance.uniform(0, 5.3))):  # From the first microsecond of a step to its end.
         pass
     os.kill(worker.pid, signal.SIGKILL)
     worker.join()
