@@ -59,9 +59,13 @@ class BatchMaker:
         if found is None:
             return None
         lease, future = found
-        batch = self.make(lease) if future is None else future.result()
-        with self._queue.changed:
+        try:
+            batch = self.make(lease) if future is None else future.result()
             self._queue.consume(lease)
+        except BaseException:
+            self._queue.give_back(lease)
+            raise
+        with self._queue.changed:
             self.prepare_ahead()
         return batch, {**lease.info, "index": lease.index}
 
@@ -109,7 +113,7 @@ class BatchMaker:
 
     def prepared_groups(self) -> list[list[int]]:
         """The groups of the batches that are prepared, in order."""
-        return [lease.groups for lease, _ in self._prepared]
+        return [lease.groups for lease, _ in self._prepared if not lease.recalled]
 
     def recall(self) -> None:
         """Give the groups of all prepared batches back; the caller holds the lock."""

@@ -131,7 +131,7 @@ class ContextTable:
         self._path = None if path is None else Path(path)
         self._contexts: dict[int, SamplingContext] = {}
         if self._path is not None and self._path.exists():
-            self.update(self._path.read_text())
+            self._contexts = _parse(self._path.read_text())
 
     def intern(self, context: SamplingContext) -> int:
         """Store a context unless it is there, and return its id.
@@ -147,14 +147,9 @@ class ContextTable:
         return context.context_id
 
     def update(self, text: str) -> None:
-        """Add the contexts of another table's `to_json`; each id is recomputed from its content."""
-        for context_id, content in json.loads(text).items():
-            context = SamplingContext.from_json(json.dumps(content))
-            if context.context_id != int(context_id):
-                raise ValueError(
-                    f"ContextTable.update: id must be {context.context_id} by its content, got {context_id}"
-                )
-            self._contexts.setdefault(context.context_id, context)
+        """Add the contexts of another table's `to_json`; each id must be that of its content."""
+        self._contexts = {**_parse(text), **self._contexts}
+        self._save()
 
     def to_json(self) -> str:
         """Write the table as one JSON object, id to context."""
@@ -181,3 +176,15 @@ class ContextTable:
             partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
             partial.write_text(self.to_json())
             partial.replace(self._path)
+
+
+def _parse(text: str) -> dict[int, SamplingContext]:
+    contexts = {}
+    for context_id, content in json.loads(text).items():
+        context = SamplingContext.from_json(json.dumps(content))
+        if context.context_id != int(context_id):
+            raise ValueError(
+                f"ContextTable: id must be {context.context_id} by its content, got {context_id}"
+            )
+        contexts[context.context_id] = context
+    return contexts

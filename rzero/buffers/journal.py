@@ -61,28 +61,37 @@ class Journal:
         self.num_bytes = place
 
     def append(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Write one record; when this returns, the record is acknowledged."""
-        before = self.num_bytes
+        """Write one record; when this returns, the record is acknowledged.
+
+        Raises:
+            OSError: if the disk refuses it; the journal is as before then.
+        """
         try:
-            self._write(self._file, pieces)
+            self.num_bytes += _write(self._file, pieces)
         except OSError:
-            # What follows a half-written record would be unreadable.
-            self.num_bytes = before
-            os.ftruncate(self._file, before)
+            os.ftruncate(self._file, self.num_bytes)  # What follows a torn record would be unreadable.
             raise
         if self._sync:
             os.fsync(self._file)
 
     def replace(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Put one record in the place of all, atomically."""
+        """Put one record in the place of all, atomically.
+
+        Raises:
+            OSError: if the disk refuses it; the journal is as before then.
+        """
         partial = self._path.with_suffix(".partial")
         file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        self.num_bytes = 0
-        self._write(file, pieces)
-        os.fsync(file)
-        partial.replace(self._path)
+        try:
+            size = _write(file, pieces)
+            os.fsync(file)
+            partial.replace(self._path)
+        except OSError:
+            os.close(file)
+            partial.unlink()
+            raise
         os.close(self._file)
-        self._file = file
+        self._file, self.num_bytes = file, size
 
     def close(self) -> None:
         """Close the file."""
@@ -90,11 +99,12 @@ class Journal:
             os.close(self._file)
             self._file = -1
 
-    def _write(self, file: int, pieces: Sequence[bytes | memoryview]) -> None:
-        payload = b"".join(pieces)
-        frame = _FRAME.pack(_MAGIC, zlib.crc32(payload), len(payload), 0)[:-4]
-        record = memoryview(frame + struct.pack("<I", zlib.crc32(frame)) + payload)
-        while record:
-            written = os.write(file, record)
-            self.num_bytes += written
-            record = record[written:]
+
+def _write(file: int, pieces: Sequence[bytes | memoryview]) -> int:
+    payload = b"".join(pieces)
+    frame = _FRAME.pack(_MAGIC, zlib.crc32(payload), len(payload), 0)[:-4]
+    record = frame + struct.pack("<I", zlib.crc32(frame)) + payload
+    rest = memoryview(record)
+    while rest:
+        rest = rest[os.write(file, rest) :]
+    return len(record)

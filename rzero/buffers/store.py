@@ -64,6 +64,7 @@ class Store:
         self._on_change = on_change
         self._completed: list[ReadyGroup] = []
         self._disk: Disk | None = None
+        self._closed = False
         if directory is not None:
             layout = {"columns": self._columns(), "chunk_tokens": log.chunk_tokens, "group_size": group_size}
             disk = Disk(directory, layout=layout, sync=sync)
@@ -85,8 +86,9 @@ class Store:
         return self._log.num_bytes
 
     def close(self) -> None:
-        """Let go of the directory; changes are refused from here on."""
+        """Let go of the directory; every change is refused from here on."""
         with self.changed:
+            self._closed = True
             if self._disk is not None:
                 self._disk.close()
 
@@ -103,6 +105,7 @@ class Store:
         with self.changed:
             self.ledger.check_admit(rows)
             self._check_contexts(rows)
+            self._compact_if_large()
             rows["chunk"], rows["start"] = self._log.append(entry.columns, entry.cu_seqlens)
             try:
                 if self._sync:
@@ -112,7 +115,6 @@ class Store:
                 self._log.release(rows["chunk"])
                 raise
             places = self._admit(rows)
-            self._compact_if_large()
             self._on_change(places)
             self.changed.notify_all()
             return places
@@ -159,12 +161,12 @@ class Store:
             if values.shape != (size,):
                 raise ValueError(f"annotate: values must have shape {(size,)}, got {values.shape}")
             lengths = row_lengths(rows)
+            self._compact_if_large()
             self._record(
                 "annotate", {"uids": rows["uid"].copy(), "lengths": lengths, "values": values}, name=name
             )
             for place, part in zip(places.tolist(), np.split(values, np.cumsum(lengths)[:-1]), strict=True):
                 self._annotate(place, name, part)
-            self._compact_if_large()
 
     def take_completed(self) -> list[ReadyGroup]:
         """The groups that became ready since the last call."""
@@ -236,6 +238,7 @@ class Store:
         rows = state.arrays["rows"].copy()
         cu_seqlens = np.concatenate(([0], np.cumsum(row_lengths(rows))))
         with self.changed:
+            self.contexts.update(state.note["contexts"])
             columns = {name: np.concatenate(pieces) for name, pieces in state.columns.items()}
             chunks, starts = self._log.append(columns, cu_seqlens)
             rows["chunk"], rows["start"] = chunks, starts
@@ -248,7 +251,6 @@ class Store:
                 self._log.release(chunks)
                 raise ValueError(f"load: every response must match its checksums, got {faults[0]}")
             old = self._table[self._table.places()]["chunk"]
-            self.contexts.update(state.note["contexts"])
             self._restore(rows, state.arrays, state.note)
             self._snapshot()
             self._log.release(old)
@@ -270,6 +272,8 @@ class Store:
                 raise ValueError(f"extend: context_id must be interned in contexts, got {context_id}")
 
     def _record(self, kind: str, arrays: Mapping[str, np.ndarray], **note: Any) -> None:
+        if self._closed:
+            raise RuntimeError("TokenLogStorage: the store is closed")
         if self._disk is not None:
             self._disk.record(kind, arrays, note)
 
@@ -281,9 +285,9 @@ class Store:
     def _close(self, kind: str, group_ids: Sequence[int], reason: str) -> None:
         with self.changed:
             self.ledger.check_close(kind, group_ids)
+            self._compact_if_large()
             self._record(kind, {"groups": np.array(group_ids, np.int64)}, reason=reason)
             self._log.release(self._settle(kind, group_ids, reason))
-            self._compact_if_large()
             self._on_change(np.empty(0, np.int64))
 
     def _settle(self, kind: str, group_ids: Sequence[int], reason: str) -> np.ndarray:

@@ -47,25 +47,32 @@ class TokenLog:
 
         Returns:
             Chunk, and first token within the chunk, of each response: int64 ``[B]`` each.
+
+        Raises:
+            OSError: if the disk has no room for another chunk; nothing is kept then.
         """
         count = len(cu_seqlens) - 1
         chunks, starts = np.empty(count, np.int64), np.empty(count, np.int64)
         row = 0
-        while row < count:
-            begin = int(cu_seqlens[row])
-            room = self.chunk_tokens - self._cursor
-            stop = int(np.searchsorted(cu_seqlens, begin + room, side="right")) - 1
-            if stop <= row:
-                self._open_chunk()
-                continue
-            size = int(cu_seqlens[stop]) - begin
-            for name, column in self._chunks[self._open].items():
-                column[self._cursor : self._cursor + size] = columns[name][begin : begin + size]
-            chunks[row:stop] = self._open
-            starts[row:stop] = cu_seqlens[row:stop] - begin + self._cursor
-            self._cursor += size
-            self._live[self._open] += stop - row
-            row = stop
+        try:
+            while row < count:
+                begin = int(cu_seqlens[row])
+                room = self.chunk_tokens - self._cursor
+                stop = int(np.searchsorted(cu_seqlens, begin + room, side="right")) - 1
+                if stop <= row:
+                    self._open_chunk()
+                    continue
+                size = int(cu_seqlens[stop]) - begin
+                for name, column in self._chunks[self._open].items():
+                    column[self._cursor : self._cursor + size] = columns[name][begin : begin + size]
+                chunks[row:stop] = self._open
+                starts[row:stop] = cu_seqlens[row:stop] - begin + self._cursor
+                self._cursor += size
+                self._live[self._open] += stop - row
+                row = stop
+        except BaseException:
+            self.release(chunks[:row])
+            raise
         return chunks, starts
 
     def views(
@@ -143,9 +150,9 @@ class TokenLog:
         return [] if self._directory is None else sorted(self._directory.glob("chunk-*.bin"))
 
     def _open_chunk(self) -> None:
-        sealed, self._open, self._cursor = self._open, self._open + 1, 0
-        chunk = self._map(self._open, create=True)
-        self._chunks[self._open], self._live[self._open] = chunk, 0
+        sealed, number = self._open, self._open + 1
+        self._chunks[number], self._live[number] = self._map(number, create=True), 0
+        self._open, self._cursor = number, 0
         self._drop_if_done(sealed)
 
     def _drop_if_done(self, chunk: int) -> None:
@@ -169,6 +176,10 @@ class TokenLog:
                     # write.
                     os.posix_fallocate(file, 0, self._chunk_bytes)
                 mapped = mmap.mmap(file, self._chunk_bytes)
+            except OSError:
+                if create:
+                    path.unlink()
+                raise
             finally:
                 os.close(file)
         columns, offset = {}, 0

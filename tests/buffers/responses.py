@@ -1,5 +1,9 @@
 """Small responses to fill buffers with. Every number follows from the arguments."""
 
+import contextlib
+import resource
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -97,3 +101,16 @@ def assert_same(one: Any, other: Any) -> None:
             continue
         assert value.dtype == right[name].dtype and value.shape == right[name].shape, name
         assert value.numpy().tobytes() == right[name].numpy().tobytes(), name
+
+
+@contextlib.contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size, as if the disk were full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)

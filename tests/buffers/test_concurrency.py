@@ -11,7 +11,7 @@ from rzero.buffers import ProvenanceError, RandomGroupSampler, pack, unpack
 from tests.buffers.processes import CONTEXT
 from tests.buffers.responses import assert_balanced, assert_same, group, make_buffer
 
-GROUPS = 160
+GROUPS = 80
 
 
 def run(*jobs):

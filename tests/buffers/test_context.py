@@ -3,12 +3,11 @@
 import dataclasses
 import hashlib
 import json
-import subprocess
-import sys
 
 import pytest
 
 from rzero.buffers import ContextTable, SamplingContext
+from tests.buffers.processes import CONTEXT
 
 LAW = {
     "temperature": 0.5,
@@ -41,9 +40,12 @@ def test_the_id_is_63_bits_of_the_hash_of_the_text():
 
 
 def test_another_process_gives_the_same_id():
-    code = f"from rzero.buffers import SamplingContext as S; print(S(**{LAW!r}).context_id)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(run.stdout) == SamplingContext(**LAW).context_id
+    with CONTEXT.Pool(1) as pool:
+        assert pool.apply(_context_id) == SamplingContext(**LAW).context_id
+
+
+def _context_id():
+    return SamplingContext(**LAW).context_id
 
 
 OTHER = {

@@ -130,6 +130,7 @@ def test_twenty_kills(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [1000, 2000])
 def test_two_hundred_kills(tmp_path, seed):
     survive(tmp_path, 200, seed=seed)

@@ -69,6 +69,7 @@ def test_a_changed_byte_stops_the_sample_and_costs_its_group_alone(tmp_path, pre
     path.write_bytes(content)
 
     buffer = make_buffer(path=tmp_path, chunk_tokens=CHUNK, prefetch=prefetch)
+    buffer.state_dict()  # also while a batch that was prepared has failed and waits to say so
     with pytest.raises(ProvenanceError, match=r"got another at uids \[5\], which were evicted") as error:
         buffer.sample(timeout=0)
     assert str(path) in str(error.value)

@@ -1,8 +1,5 @@
 """A journal loses nothing that was acknowledged, and tells a torn end from damage."""
 
-import resource
-import signal
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +7,7 @@ from hypothesis import strategies as st
 
 from rzero.buffers.codec import decode, encode
 from rzero.buffers.journal import Journal, JournalError
+from tests.buffers.responses import full_disk
 
 
 def record(number):
@@ -81,16 +79,11 @@ def test_a_record_that_the_disk_refuses_leaves_no_trace(tmp_path):
     journal = Journal(path)
     journal.append(record(1))
     size = path.stat().st_size
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limits[1]))
-        with pytest.raises(OSError, match="File too large"):
-            journal.append(record(1000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert path.stat().st_size == size
+    for write in (journal.append, journal.replace):
+        with full_disk(size + 100), pytest.raises(OSError, match="File too large"):
+            write(record(1000))
+        assert path.stat().st_size == journal.num_bytes == size
     journal.append(record(2))
     journal.close()
     assert read(path)[0] == [1, 2]
+    assert [file.name for file in tmp_path.iterdir()] == ["journal.bin"]

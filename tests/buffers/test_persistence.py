@@ -5,7 +5,7 @@ import torch
 
 from rzero.buffers import FifoGroupSampler, JournalError, disk, pack
 from tests.buffers.processes import CONTEXT
-from tests.buffers.responses import assert_balanced, assert_same, group, make_buffer
+from tests.buffers.responses import assert_balanced, assert_same, full_disk, group, make_buffer
 from tests.buffers.test_context import LAW, SamplingContext
 
 
@@ -144,7 +144,7 @@ def test_a_closed_store_refuses_changes(tmp_path):
     buffer.shutdown()
     with pytest.raises(RuntimeError, match="closed"):
         buffer.extend(group(1))
-    with pytest.raises(OSError, match="Bad file descriptor"):
+    with pytest.raises(RuntimeError, match="the store is closed"):
         buffer.storage.store.reserve(77, 4)
 
 
@@ -156,4 +156,34 @@ def test_flushing_to_the_device_changes_nothing_else(tmp_path):
     batch = buffer[:]
     again = reopen(buffer, tmp_path, sync=True, extra_fields={"log_probs": torch.float32})
     assert_same(again[:], batch)
+    again.shutdown()
+
+
+def test_a_full_disk_refuses_whole_batches(tmp_path):
+    buffer = make_buffer(path=tmp_path, chunk_tokens=100)
+    buffer.extend(group(0))
+    stats = buffer.stats()
+    with full_disk((tmp_path / "journal.bin").stat().st_size + 50):
+        for refused in (
+            lambda: buffer.extend(group(1)),
+            lambda: buffer.reserve(7, 4),
+            lambda: buffer.evict([0], "stale"),
+        ):
+            with pytest.raises(OSError, match="File too large"):
+                refused()
+            assert buffer.stats() == stats
+    buffer.extend(group(1))
+    again = reopen(buffer, tmp_path, chunk_tokens=100)
+    assert again.sample(timeout=0).group_id.tolist() == [0] * 4 + [1] * 4
+    again.shutdown()
+
+
+def test_the_laws_of_a_restored_checkpoint_are_on_the_disk_too(tmp_path):
+    context = SamplingContext(**LAW)
+    buffer = make_buffer()
+    buffer.extend(group(0, context_id=buffer.contexts.intern(context)))
+    other = make_buffer(path=tmp_path)
+    other.load_state_dict(buffer.state_dict())
+    again = reopen(other, tmp_path)
+    assert list(again.contexts) == [context]
     again.shutdown()

@@ -251,7 +251,7 @@ class BufferMachine(RuleBasedStateMachine):
 torch.set_num_threads(1)
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 TestBuffer = BufferMachine.TestCase
-TestBuffer.settings = settings(max_examples=60, stateful_step_count=40, **COMMON)
+TestBuffer.settings = settings(max_examples=40, stateful_step_count=40, **COMMON)
 
 
 class LongBufferMachine(BufferMachine):
@@ -259,5 +259,6 @@ class LongBufferMachine(BufferMachine):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 class TestBufferForLong(LongBufferMachine.TestCase):
     settings = settings(max_examples=300, stateful_step_count=60, **COMMON)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rzero.buffers.token_log import TokenLog
+from tests.buffers.responses import full_disk
 
 FIELDS = {"a": np.dtype(np.int32), "b": np.dtype(np.int16)}
 
@@ -102,6 +103,18 @@ def test_files_come_and_go_with_their_chunks(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chunk-00000001.bin", "chunk-00000002.bin"]
     assert gather(again, chunks[1:], starts[1:], [10, 5])["a"].tolist() == list(range(10, 25))
     assert again.append(*columns([1]))[0].tolist() == [8]  # A number is never used twice.
+
+
+def test_a_full_disk_keeps_nothing_of_an_append(tmp_path):
+    log = TokenLog(FIELDS, chunk_tokens=10, directory=tmp_path)
+    first, starts = log.append(*columns([6]))
+    with full_disk(50), pytest.raises(OSError, match="File too large"):
+        log.append(*columns([4, 6]))  # The first fits into the open chunk, the second needs another.
+    assert [path.name for path in tmp_path.iterdir()] == ["chunk-00000000.bin"]
+    assert log.append(*columns([10], first=50))[0].tolist() == [1]
+    assert gather(log, first, starts, [6])["a"].tolist() == list(range(6))
+    log.release(first)
+    assert [path.name for path in tmp_path.iterdir()] == ["chunk-00000001.bin"]
 
 
 def test_a_lost_file_is_an_error(tmp_path):
