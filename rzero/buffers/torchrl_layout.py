@@ -142,23 +142,17 @@ def _ragged_entries(batch: PackedBatch) -> dict[Any, tuple[Tensor, Tensor]]:
 
 
 def _padded_entries(batch: PackedBatch, pad_token_id: int) -> dict[Any, Tensor]:
-    """The token entries and their parts, dense: token t of row b goes to column P - prompt_length[b] + t."""
-    width = int(batch.prompt_length.max())
-    total = width + int(batch.response_length.max())
-    row = _row_of_token(batch)
-    token = torch.arange(batch.num_tokens, device=row.device) - batch.cu_seqlens.long()[row]
-    place = row * total + width - batch.prompt_length.long()[row] + token
-    pads = {
-        ("tokens", "full"): pad_token_id,
-        ("log_probs", "full"): torch.nan,
-        ("rollout", "policy_version"): -1,
-    }
+    """The token entries and their parts, dense ``[B, P + R]``: every prompt ends at column P."""
+    prompts, responses = (rearrange(x, "b -> b 1") for x in (batch.prompt_length, batch.response_length))
+    width, total = int(prompts.max()), int(prompts.max() + responses.max())
+    column = torch.arange(total, device=prompts.device)
+    mask = (column >= width - prompts) & (column < width + responses)
+    pads = {("tokens", "full"): pad_token_id, ("rollout", "policy_version"): -1}
     entries = {}
     for key, values in _token_entries(batch).items():
         pad = pads.get(key, torch.nan if values.is_floating_point() else 0)
-        dense = values.new_full((batch.num_responses * total,), pad)
-        dense[place] = values
-        entries[key] = rearrange(dense, "(b t) -> b t", t=total)
+        # The mask is read row by row, which is the order in which the tokens are packed.
+        entries[key] = values.new_full(mask.shape, pad).masked_scatter_(mask, values)
     entries["tokens", "prompt"] = entries["tokens", "full"][:, :width]
     entries["tokens", "response"] = entries["tokens", "full"][:, width:]
     entries["log_probs", "response"] = entries["log_probs", "full"][:, width:]
