@@ -95,7 +95,7 @@ def round_kv(x: Tensor) -> Tensor:
         x: [..., D] float32, bfloat16 or float16; the gradient passes through.
 
     Returns:
-        The shape and dtype of ``x``: a float32 row moves by at most 2**-25 of its largest element.
+        The shape and dtype of ``x``: a float32 row moves by at most 2**-24 of its largest element.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0**-30])

@@ -121,7 +121,8 @@ def sin_cos64(x: Tensor) -> tuple[Tensor, Tensor]:
     odd = (quadrant & 1).bool()
     sign_sine = 1.0 - (quadrant & 2).to(torch.float64)
     sign_cosine = 1.0 - ((quadrant + 1) & 2).to(torch.float64)
-    return torch.where(odd, cosine, sine).mul_(sign_sine), torch.where(odd, sine, cosine).mul_(sign_cosine)
+    result = torch.where(odd, cosine, sine).mul_(sign_sine)
+    return torch.where(x == 0, x, result), torch.where(odd, sine, cosine).mul_(sign_cosine)
 
 
 def sin(x: Tensor) -> Tensor:

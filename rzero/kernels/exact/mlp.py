@@ -104,7 +104,8 @@ def _gated_mlp(
     flat = x.reshape(-1, x.shape[-1])
     rows, inner = flat.shape[0], gate.shape[0]
     rounded_in, rounded_out = rounded_weight(gate, up, rows=rows), rounded_weight(down, rows=rows)
-    y = flat.new_empty(rows, down.shape[0])
+    y = flat.new_empty(*x.shape[:-1], down.shape[0])
+    flat_y = y.view(rows, down.shape[0])
     block = row_block(*rounded_in.shape, *down.shape)
     for start in range(0, rows, block):
         part = slice(start, min(rows, start + block))
@@ -114,8 +115,8 @@ def _gated_mlp(
             g, u, h = (tensor[part] for tensor in kept)
         exact_product(flat[part], rounded_in, g, u)
         _silu_mul_into(g, u, h)
-        exact_product(h, rounded_out, y[part])
-    return y.view(*x.shape[:-1], down.shape[0])
+        exact_product(h, rounded_out, flat_y[part])
+    return y
 
 
 class _SiluMul(torch.autograd.Function):

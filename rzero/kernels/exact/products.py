@@ -163,13 +163,13 @@ def _write_product(rows: Tensor, weight: Tensor, outs: Sequence[Tensor]) -> None
 def _forward(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
     flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     rounded = rounded_weight(*weights, rows=flat.shape[0])
-    out = torch.empty(flat.shape[0], rounded.shape[0], dtype=torch.float32, device=x.device)
-    exact_product(flat, rounded, out)
+    out = torch.empty(*x.shape[:-1], rounded.shape[0], dtype=torch.float32, device=x.device)
+    exact_product(flat, rounded, out.view(flat.shape[0], rounded.shape[0]))
     if any(bias is not None for bias in biases):
-        for part, bias in zip(out.split([weight.shape[0] for weight in weights], 1), biases, strict=True):
+        for part, bias in zip(out.split([weight.shape[0] for weight in weights], -1), biases, strict=True):
             if bias is not None:
                 part.add_(bias)
-    return out.to(x.dtype).view(*x.shape[:-1], out.shape[1])
+    return out.to(x.dtype)
 
 
 class _Linear(torch.autograd.Function):

@@ -139,15 +139,14 @@ def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
     return logits.to(torch.float32).div(temperature)
 
 
-def _block_log_probs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 logits [R, V] -> log-probs, entropies and ln sum exp, float32 [R, 1] each."""
+def _block_log_probs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 logits [R, V] -> log-probs and entropies, float64 [R, 1] each."""
     shifted, p, total = _shifted(logits)
     log_total = log64(total)
     log_probs = shifted.gather(1, token_ids) - log_total
     products = p.mul_(shifted.clamp_(min=-1e300))  # an impossible class adds 0, not 0 * -inf
     mean = round_to_grid(products, MAGIC * 2.0**-SUM_BITS).sum(-1, keepdim=True).div_(total)
-    log_sum = logits.amax(-1, keepdim=True) + log_total
-    return log_probs, log_total - mean, log_sum
+    return log_probs, log_total - mean
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -156,7 +155,7 @@ class _LinearLogProbs(torch.autograd.Function):
         flat, tokens = hidden.reshape(-1, hidden.shape[-1]), token_ids.reshape(-1, 1).long()
         rounded = rounded_weight(weight, rows=flat.shape[0])
         divisor = torch.tensor([temperature], dtype=torch.float32, device=hidden.device)
-        results = tuple(flat.new_empty(flat.shape[0], 1, dtype=torch.float32) for _ in range(3))
+        results = tuple(flat.new_empty(flat.shape[0], 1, dtype=torch.float32) for _ in range(2))
         block = max(1, CHUNK // weight.shape[0])
         logits = flat.new_empty(min(block, flat.shape[0]), weight.shape[0])
         for start in range(0, flat.shape[0], block):
@@ -166,8 +165,8 @@ class _LinearLogProbs(torch.autograd.Function):
             values = _block_log_probs(_tempered(part_logits, divisor), tokens[part])
             for result, value in zip(results, values, strict=True):
                 result[part] = value
-        log_probs, entropies, log_sums = results
-        ctx.save_for_backward(flat, weight, tokens, log_sums, entropies)
+        log_probs, entropies = results
+        ctx.save_for_backward(flat, weight, tokens, entropies)
         ctx.temperature, ctx.shape = temperature, hidden.shape
         return log_probs.view(token_ids.shape), entropies.view(token_ids.shape)
 
@@ -175,14 +174,14 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropies):
         """By blocks of rows, dz = (g_p (1[t] - p) - g_H p (log p + H)) / T with native logits."""
-        flat, weight, tokens, log_sums, entropies = ctx.saved_tensors
+        flat, weight, tokens, entropies = ctx.saved_tensors
         grad_log_probs, grad_entropies = (g.reshape(-1, 1) for g in (grad_log_probs, grad_entropies))
         grad_hidden = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         block = max(1, GRAD_CHUNK // weight.shape[0])
         for start in range(0, flat.shape[0], block):
             part = slice(start, start + block)
-            log_p = (flat[part] @ weight.t()).float().div_(ctx.temperature).sub_(log_sums[part])
+            log_p = torch.log_softmax((flat[part] @ weight.t()).float().div_(ctx.temperature), -1)
             p = log_p.exp()
             factor = log_p.add_(entropies[part]).mul_(grad_entropies[part]).add_(grad_log_probs[part])
             grad = p.mul_(factor).neg_().scatter_add_(1, tokens[part], grad_log_probs[part])
