@@ -85,7 +85,7 @@ class Alignment:
             if depth > 1:
                 _depths[module] = (depth - 1, before)
             elif before is None:
-                del module.forward
+                module.__dict__.pop("forward", None)
             else:
                 module.forward = before
         for switch in switches:

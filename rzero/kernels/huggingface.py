@@ -5,6 +5,7 @@ Imports transformers; only ``align`` imports this file.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ def forwards_of(model: nn.Module) -> dict[nn.Module, Forward]:
         if kind is None:
             raise TypeError(
                 "align: model must be made of Llama, Qwen2 or Qwen3 modules of transformers, nn.Linear and "
-                f"nn.Embedding, got {type(module).__name__} at {name or 'the root'!r}"
+                f"nn.Embedding, got {type(module).__name__} at {repr(name) if name else 'the root'}"
             )
         if kind in _FORWARDS:
             forwards[module] = _FORWARDS[kind]
@@ -227,24 +228,26 @@ def configs_of(model: nn.Module) -> list[Any]:
     return list(configs.values())
 
 
-_switched: dict[
-    int, tuple[int, str | None, Any]
-] = {}  # id of a config -> open switches, what it was, the config
+# Id of a configuration -> how many switches are open on it, and what it was before the first.
+_switched: dict[int, tuple[int, str | None]] = {}
 
 
 class ConfigSwitch:
     """Sets a configuration's attention implementation, and restores it with the last of the open switches."""
 
     def __init__(self, config: Any) -> None:
-        count, before, _ = _switched.get(id(config), (0, config._attn_implementation, config))
-        _switched[id(config)] = (count + 1, before, config)
+        if id(config) not in _switched:
+            _switched[id(config)] = (0, config._attn_implementation)
+            weakref.finalize(config, _switched.pop, id(config), None)
+        count, before = _switched[id(config)]
+        _switched[id(config)] = (count + 1, before)
         config._attn_implementation = ATTENTION
-        self._key = id(config)
+        self._config = config
 
     def undo(self) -> None:
         """Close this switch, once."""
-        count, before, config = _switched.pop(self._key)
+        count, before = _switched.pop(id(self._config))
         if count > 1:
-            _switched[self._key] = (count - 1, before, config)
+            _switched[id(self._config)] = (count - 1, before)
         else:
-            config._attn_implementation = before
+            self._config._attn_implementation = before
