@@ -6,4 +6,5 @@ on two cores made such a test fifty times slower. Tests that need more threads a
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; processes that tests start inherit it
+# Before torch is imported; processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
