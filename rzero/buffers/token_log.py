@@ -165,23 +165,19 @@ class TokenLog:
     def _map(self, chunk: int, *, create: bool) -> dict[str, np.ndarray]:
         path = self.path(chunk)
         if path is None:
-            mapped = mmap.mmap(-1, self._chunk_bytes)
-            # A chunk is filled from end to end: large pages halve the time of a first write.
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        else:
-            file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
-            try:
-                if create:
-                    # Reserved now, so that a full disk is an error here and not a fatal signal at a later
-                    # write.
-                    os.posix_fallocate(file, 0, self._chunk_bytes)
-                mapped = mmap.mmap(file, self._chunk_bytes)
-            except OSError:
-                if create:
-                    path.unlink()
-                raise
-            finally:
-                os.close(file)
+            return {name: np.empty(self.chunk_tokens, dtype) for name, dtype in self.fields.items()}
+        file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        try:
+            if create:
+                # Reserved now, so that a full disk is an error here and not a fatal signal at a later write.
+                os.posix_fallocate(file, 0, self._chunk_bytes)
+            mapped = mmap.mmap(file, self._chunk_bytes)
+        except OSError:
+            if create:
+                path.unlink()
+            raise
+        finally:
+            os.close(file)
         columns, offset = {}, 0
         for name, dtype in self.fields.items():
             columns[name] = np.frombuffer(mapped, dtype, self.chunk_tokens, offset)
