@@ -9,7 +9,7 @@ runs in a process of its own on one thread. Appends and samples are timed in CPU
 neighbours on the machine count less; checkpoints in wall time. Resident memory is what its process grew by.
 Sampling returns 256 responses as real tensors: packed where the buffer can, padded where it must, and ours
 also padded through `to_torchrl`. "In and out" adds both for one response, since some buffers do at sampling
-what others do at appending. Only ours checks and copies what it is given and hashes it, in and out.
+what others do at appending. Only ours checks what it is given, and hashes it, in and out.
 """
 
 import argparse

@@ -53,6 +53,10 @@ class BatchMaker:
         """How many batches are being prepared or wait."""
         return len(self._prepared)
 
+    def ready(self, size: int) -> bool:
+        """Whether a batch of ``size`` responses is prepared, or its groups are there; under the lock."""
+        return (len(self._prepared) > 0 and size == self._size) or self._queue.ready(size)
+
     def next(self, size: int, timeout: float) -> tuple[Any, dict[str, Any]] | None:
         """Wait for a batch, consume its groups and return it with its info; None if no more can come."""
         found = self._queue.wait(lambda: self._find(size), size=size, timeout=timeout)

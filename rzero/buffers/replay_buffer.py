@@ -266,8 +266,9 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether `sample` would return without waiting."""
         with self._queue.changed:
-            size = self.group_size * self.groups_per_batch if batch_size is None else batch_size
-            return len(self._maker) > 0 or self._queue.ready(size)
+            return self._maker.ready(
+                self.group_size * self.groups_per_batch if batch_size is None else batch_size
+            )
 
     def stats(self) -> dict[str, int | float | bool]:
         """Count everything, in responses unless the name says otherwise.

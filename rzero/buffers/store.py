@@ -215,8 +215,7 @@ class Store:
     def state(self) -> State:
         """Everything that is stored. Evidence, which cannot change, is shared; extras are copied."""
         with self.changed:
-            rows = self._table[self._table.places()]
-            rows = rows[np.lexsort((rows["start"], rows["chunk"]))]
+            rows = self._all_rows()
             columns = {name: [np.empty(0, dtype)] for name, dtype in self._log.fields.items()}
             if len(rows):
                 columns = self._log.views(rows["chunk"], rows["start"], row_lengths(rows))
@@ -236,26 +235,35 @@ class Store:
                 f"load: state must have layout {self._state_layout()}, got {state.note['layout']}"
             )
         rows = state.arrays["rows"].copy()
-        cu_seqlens = np.concatenate(([0], np.cumsum(row_lengths(rows))))
+        lengths = row_lengths(rows)
+        if lengths.max(initial=0) > self._log.chunk_tokens:
+            raise ValueError(
+                f"load: responses must fit into chunk_tokens {self._log.chunk_tokens}, got {lengths.max()}"
+            )
+        cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
         with self.changed:
-            self.contexts.update(state.note["contexts"])
             columns = {name: np.concatenate(pieces) for name, pieces in state.columns.items()}
             chunks, starts = self._log.append(columns, cu_seqlens)
             rows["chunk"], rows["start"] = chunks, starts
-            faults = [
-                fault
-                for chunk in np.unique(chunks).tolist()
-                for fault in find_faults(self._log, chunk, rows[chunks == chunk])
-            ]
-            if faults:
+            try:
+                for chunk in np.unique(chunks).tolist():
+                    if faults := find_faults(self._log, chunk, rows[chunks == chunk]):
+                        raise ValueError(f"load: every response must match its checksums, got {faults[0]}")
+                self.contexts.update(state.note["contexts"])
+            except BaseException:
                 self._log.release(chunks)
-                raise ValueError(f"load: every response must match its checksums, got {faults[0]}")
+                raise
             old = self._table[self._table.places()]["chunk"]
             self._restore(rows, state.arrays, state.note)
             self._snapshot()
             self._log.release(old)
             self._on_change(self._table.places())
             self.changed.notify_all()
+
+    def _all_rows(self) -> np.ndarray:
+        """Every row, in the order of arrival."""
+        rows = self._table[self._table.places()]
+        return rows[np.lexsort((rows["start"], rows["chunk"]))]
 
     def _rows(self, places: np.ndarray) -> np.ndarray:
         return self._table[places[self._table.has(places)]]
@@ -330,7 +338,7 @@ class Store:
 
     def _snapshot(self) -> None:
         if self._disk is not None:
-            rows = self._table[self._table.places()]
+            rows = self._all_rows()
             arrays, counts = self.ledger.to_arrays()
             if self._sync:
                 self._log.flush(rows["chunk"])

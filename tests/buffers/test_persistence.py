@@ -65,6 +65,17 @@ def test_the_order_of_completion_is_kept(tmp_path):
     again.shutdown()
 
 
+def test_rows_come_back_in_the_order_of_arrival(tmp_path):
+    buffer = make_buffer(path=tmp_path, groups_per_batch=1)
+    buffer.extend(group(0))
+    buffer.sample(timeout=0)  # The places of its rows are used again, last first.
+    for index in (2, 0, 3, 1):
+        buffer.extend([group(1)[index]])
+    again = reopen(buffer, tmp_path, groups_per_batch=1)
+    assert again.sample(timeout=0).sample_index.tolist() == [2, 0, 3, 1]
+    again.shutdown()
+
+
 def test_space_is_given_back(tmp_path):
     buffer = make_buffer(path=tmp_path, chunk_tokens=40)
     for number in range(20):

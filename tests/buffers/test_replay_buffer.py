@@ -557,6 +557,9 @@ def test_prefetched_batches_are_stored_until_they_are_sampled():
         buffer.extend(group(number))
     stats = assert_balanced(buffer)
     assert (stats["prefetch_queue_size"], stats["stored"], stats["groups_ready"]) == (2, 32, 8)
+    assert buffer.can_sample()
+    assert buffer.can_sample(16)
+    assert not buffer.can_sample(20)  # Four of the eight groups are in batches of another size.
     batch, info = buffer.sample(return_info=True, timeout=0)
     assert batch.group_id.unique().tolist() == info["group_id"].tolist() == [0, 1]
     assert assert_balanced(buffer)["stored"] == 24

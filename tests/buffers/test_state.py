@@ -127,6 +127,8 @@ def test_a_state_that_does_not_fit_changes_nothing():
     assert len(random) == 0
     with pytest.raises(ValueError, match="state must hold 'book'"):
         buffer.load_state_dict({**state, "storage": {}})
+    with pytest.raises(ValueError, match="responses must fit into chunk_tokens 3, got 5"):
+        empty_buffer(chunk_tokens=3).load_state_dict(state)
     state["storage"]["token_ids"][4] += 1
     with pytest.raises(ValueError, match="every response must match its checksums, got Fault"):
         buffer.load_state_dict(state)
