@@ -91,6 +91,12 @@ def assert_balanced(buffer: ProvenanceReplayBuffer) -> dict[str, Any]:
     return stats
 
 
+def finish_preparing(buffer: ProvenanceReplayBuffer) -> None:
+    """Wait until the batches that are prepared ahead are made, or failed."""
+    for _, future in buffer._maker._prepared:
+        future.exception()
+
+
 def assert_same(one: Any, other: Any) -> None:
     """Equal field by field, bit by bit, NaNs included."""
     left, right = dict(one.items()), dict(other.items())

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from rzero.buffers import PackedBatch, ProvenanceError, pack
 from rzero.buffers.digest import PROVENANCE_FIELDS
-from tests.buffers.responses import assert_balanced, fields, group, make_buffer
+from tests.buffers.responses import assert_balanced, fields, finish_preparing, group, make_buffer
 
-CHUNK = 64
+CHUNK = 100
 EXTRA = {"log_probs": torch.float32, "turn": torch.int16}
 COLUMNS = {"token_ids": 4, "behavior_log_probs": 4, "policy_version": 4, "log_probs": 4, "turn": 2}
 
@@ -58,10 +58,11 @@ def sorted_before(name, column):
     return order.index(name) < order.index(column)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_a_changed_byte_stops_the_sample_and_costs_its_group_alone(tmp_path, prefetch):
     buffer = make_buffer(path=tmp_path, chunk_tokens=CHUNK)
-    buffer.extend(group(0) + group(1) + group(2))
+    buffer.extend(group(0) + group(1))
+    buffer.extend(group(2) + group(3))
     buffer.shutdown()
     path = tmp_path / "chunk-00000000.bin"
     content = bytearray(path.read_bytes())
@@ -69,13 +70,15 @@ def test_a_changed_byte_stops_the_sample_and_costs_its_group_alone(tmp_path, pre
     path.write_bytes(content)
 
     buffer = make_buffer(path=tmp_path, chunk_tokens=CHUNK, prefetch=prefetch)
+    finish_preparing(buffer)
     buffer.state_dict()  # also while a batch that was prepared has failed and waits to say so
     with pytest.raises(ProvenanceError, match=r"got another at uids \[5\], which were evicted") as error:
         buffer.sample(timeout=0)
     assert str(path) in str(error.value)
     (eviction,) = buffer.take_evicted()
     assert (eviction.group_id, eviction.reason) == (1, "corrupt")
-    assert buffer.sample(timeout=0).group_id.tolist() == [0] * 4 + [2] * 4
+    sampled = buffer.sample(timeout=0).group_id.tolist() + buffer.sample(4, timeout=0).group_id.tolist()
+    assert sorted(sampled) == [0] * 4 + [2] * 4 + [3] * 4
     assert assert_balanced(buffer)["evicted/corrupt"] == 4
     buffer.shutdown()
 

@@ -21,7 +21,15 @@ from rzero.buffers import (
     unpack,
     validate,
 )
-from tests.buffers.responses import assert_balanced, assert_same, fields, group, make_buffer, rollout
+from tests.buffers.responses import (
+    assert_balanced,
+    assert_same,
+    fields,
+    finish_preparing,
+    group,
+    make_buffer,
+    rollout,
+)
 from tests.buffers.test_context import LAW, SamplingContext
 
 
@@ -543,6 +551,9 @@ def test_a_transform_that_raises_loses_nothing():
         broken[0] = True
         buffer = make_buffer(transform=transform, prefetch=prefetch)
         buffer.extend(group(0) + group(1))
+        finish_preparing(buffer)
+        assert buffer.stats()["stored"] == 8
+        assert [ready.group_id for ready in buffer.storage.store.ledger.ready_groups()] == [0, 1]
         with pytest.raises(KeyError, match="in the transform"):
             buffer.sample(timeout=0)
         assert assert_balanced(buffer)["stored"] == 8
