@@ -15,6 +15,7 @@ from rzero.buffers.records import ROW_FIELDS, TOKEN_FIELDS, Rollout, check_rows
 from rzero.buffers.row_table import ROW_DTYPE, row_lengths
 
 _INTEGERS = [name for name in ROW_FIELDS if name != "reward"]
+_NARROW = {name for name in _INTEGERS if ROW_FIELDS[name] is not torch.int64}
 _NO_VERSION = np.iinfo(np.int32).max
 
 
@@ -72,7 +73,7 @@ def entry_of_records(
         raise ValueError("extend: data must hold at least one response, got none")
     fields = [dict(record.items()) for record in records]
     try:
-        lengths = [len(record["token_ids"]) for record in fields]
+        lengths = [record["token_ids"].numel() for record in fields]
         columns = {name: _column([record[name] for record in fields], name, lengths) for name in TOKEN_FIELDS}
         for name in fields[0].get("extras") or ():
             columns[name] = _column([record["extras"][name] for record in fields], name, lengths)
@@ -160,12 +161,14 @@ def _array(value: Tensor) -> np.ndarray:
 def _column(values: list[Tensor], name: str, lengths: list[int]) -> np.ndarray:
     """Join one token field of all responses, without letting torch promote a dtype."""
     dtype = TOKEN_FIELDS.get(name, values[0].dtype)
-    for value, length in zip(values, lengths, strict=True):
-        if value.dtype is not dtype:
-            raise TypeError(f"extend: {name} must have dtype {dtype}, got {value.dtype}")
-        if value.shape != (length,):
-            raise ValueError(f"extend: {name} must have shape {(length,)}, got {tuple(value.shape)}")
-    return torch.cat(values).detach().cpu().numpy()
+    if any(value.dtype is not dtype for value in values):
+        raise TypeError(f"extend: {name} must have dtype {dtype}, got {[value.dtype for value in values]}")
+    if list(map(torch.numel, values)) != lengths:
+        raise ValueError(f"extend: {name} must have {lengths} tokens, got {list(map(torch.numel, values))}")
+    column = torch.cat(values)
+    if column.ndim != 1:
+        raise ValueError(f"extend: {name} must have shape [T], got {tuple(values[0].shape)}")
+    return column.detach().cpu().numpy()
 
 
 def _fill(rows: np.ndarray, names: list[str], table: list[list[Any]], kinds: str) -> None:
@@ -178,5 +181,5 @@ def _fill(rows: np.ndarray, names: list[str], table: list[list[Any]], kinds: str
         raise TypeError(f"extend: {', '.join(names)} must be numbers of kind {kinds}, got {table[0]}")
     for column, name in enumerate(names):
         rows[name] = numbers[:, column]
-        if rows[name].dtype.kind == "i" and (rows[name] != numbers[:, column]).any():
+        if name in _NARROW and np.count_nonzero(rows[name] != numbers[:, column]):
             raise ValueError(f"extend: {name} must fit {ROW_FIELDS[name]}, got {numbers[:, column].tolist()}")

@@ -202,7 +202,7 @@ def check_rows(columns: Mapping[str, np.ndarray], rows: Any, cu_seqlens: np.ndar
     """
 
     def reject(broken: np.ndarray, name: str, rule: str) -> None:
-        if broken.any():
+        if np.count_nonzero(broken):
             row = int(broken.argmax())
             raise ValueError(f"{caller}: {name} must {rule}, got {rows[name][row]} at uid {rows['uid'][row]}")
 
@@ -230,7 +230,7 @@ def _check_tokens(columns: Mapping[str, np.ndarray], rows: Any, cu_seqlens: np.n
     """Check the token fields value by value."""
 
     def reject(broken: np.ndarray, name: str, rule: str) -> None:
-        if broken.any():
+        if np.count_nonzero(broken):
             token = int(broken.argmax())
             row = int(np.searchsorted(cu_seqlens, token, side="right")) - 1
             raise ValueError(
@@ -255,11 +255,11 @@ def _check_tokens(columns: Mapping[str, np.ndarray], rows: Any, cu_seqlens: np.n
     np.cumsum(mask, out=sampled[1:])
     at_start, at_end = sampled[cu_seqlens[:-1]], sampled[cu_seqlens[1:]]
     in_prompt = sampled[cu_seqlens[:-1] + rows["prompt_length"]] > at_start
-    if in_prompt.any():
+    if np.count_nonzero(in_prompt):
         uid = rows["uid"][in_prompt.argmax()]
         raise ValueError(f"{caller}: response_mask must be False on the prompt, got True in uid {uid}")
     unsampled = (at_end == at_start) & (rows["finish_code"] != FinishCode.ABORT)
-    if unsampled.any():
+    if np.count_nonzero(unsampled):
         uid = rows["uid"][unsampled.argmax()]
         raise ValueError(f"{caller}: response_mask must be True somewhere unless aborted, got uid {uid}")
 

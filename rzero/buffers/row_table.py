@@ -55,8 +55,9 @@ class RowTable:
             size = max(1024, 2 * len(self._rows), self._top)
             self._rows = np.concatenate((self._rows, np.empty(size - len(self._rows), ROW_DTYPE)))
             self._used = np.concatenate((self._used, np.zeros(size - len(self._used), dtype=bool)))
-        self._rows[places] = rows
-        self._used[places] = True
+        where = places if reused else slice(self._top - len(rows), self._top)
+        self._rows[where] = rows
+        self._used[where] = True
         return places
 
     def remove(self, places: np.ndarray) -> None:
