@@ -59,7 +59,7 @@ def attention_backward(
 
             q, g = grouped(query[rows]).mul(scale), grouped(grad[rows])
             p = torch.bmm(q, k[:, :reach].mT)
-            cap_scores(p, mask, rows, part, reach, groups)
+            cap_scores(p, None if mask is None else mask[rows], part, reach, groups)
             p.sub_(grouped(log_sums[rows, :, :, None])).exp_()
             grad_v[:, :reach].add_(torch.bmm(p.mT, g))  # baddbmm_ would go through a part one by one
             grad_scores = torch.bmm(g, v[:, :reach].mT).sub_(grouped(delta)).mul_(p)

@@ -49,7 +49,6 @@ def attend(
         log_sums: Where to leave the natural logarithms of the denominators, float32 [B, H, Tq], or None.
     """
     batch, heads, queries, size = query.shape
-    query_grid = MAGIC * 2.0 ** -math.floor(28.5 - math.log2(size) / 2)
     out = query.new_empty(batch, queries, heads, size).transpose(1, 2)
     blocks = query_blocks(mask, queries=queries, keys=keys)
     by_scores = SCORES // (heads * blocks[0][0].stop * keys)
@@ -58,88 +57,91 @@ def attend(
     requests = -(-batch // chunks)
     for start in range(0, batch, requests):
         rows = slice(start, min(batch, start + requests))
-        cache = _load(*fetch(rows), rounded=rounded_kv, transpose=queries > 1)
-        q = scratch("query", query[rows].shape, query.device).copy_(query[rows]).mul_(scale * LOG2_E)
-        q = round_to_grid(q, norm_scale(q).mul_(query_grid)).view(-1, heads // groups, queries, size)
-        for part, reach in blocks:
-            block = _Block(mask, rows, part, reach, groups)
-            result, top, total = _attend_block(q[:, :, part], cache, block)
-            if cache.bad is None and math.isnan(float(result.sum())) and (scrubbed := _scrub(cache)):
-                cache = scrubbed  # a key or value held inf or NaN: once more without it
-                result, top, total = _attend_block(q[:, :, part], cache, block)
-            out[rows, :, part] = result
-            if log_sums is not None:
-                log_sum = top.clamp_(min=-1e30).add_(torch.log2(total)).mul_(math.log(2))
-                log_sums[rows, :, part] = log_sum.view(-1, heads, part.stop - part.start)
+        key, value = fetch(rows)
+        task = _Task(
+            query[rows],
+            None if mask is None else mask[rows],
+            out[rows],
+            None if log_sums is None else log_sums[rows],
+            blocks,
+            scale,
+            rounded_kv,
+        )
+        _attend_rows(key, value, None, task)
+        if math.isnan(float(task.out.sum())):  # perhaps of keys or values that not all queries may see
+            bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+            if bool(bad.any()):
+                clean = [x.masked_fill(bad[..., None], 0) for x in (key, value)]
+                _attend_rows(clean[0], clean[1], bad, task)
     return out
 
 
-class _Block(NamedTuple):
-    """Some queries of some requests, and the first ``reach`` keys."""
+class _Task(NamedTuple):
+    """What to do for some requests b, and where to leave it."""
 
-    mask: Tensor | None
-    rows: slice
-    part: slice
-    reach: int
-    groups: int
-
-
-class _Cache(NamedTuple):
-    """Keys and values of some requests on their grids: float64, requests and groups in one dimension b."""
-
-    key: Tensor  # [b, Tk, D]
-    value: Tensor  # [b, Tk, D]
-    power: Tensor  # [b, Tk, 1]: a power of two above each value row
-    bad: Tensor | None  # bool [b, Tk]: rows that held inf or NaN and are zero here
+    query: Tensor  # [b, H, Tq, D]
+    mask: Tensor | None  # bool [b, 1 or H, Tq, Tk]
+    out: Tensor  # [b, H, Tq, D]
+    log_sums: Tensor | None  # [b, H, Tq]
+    blocks: list[tuple[slice, int]]
+    scale: float
+    rounded_kv: bool
 
 
-def _load(key: Tensor, value: Tensor, *, rounded: bool, transpose: bool) -> _Cache:
-    k, v = (
-        scratch(name, x.shape, x.device).copy_(x).flatten(0, 1)
-        for name, x in (("key", key), ("value", value))
-    )
+def _attend_rows(key: Tensor, value: Tensor, bad: Tensor | None, task: _Task) -> None:
+    """Steps 1 to 5, requests and groups in one dimension b G; who sees a ``bad`` key [b, G, Tk] gets NaN."""
+    groups, (_, heads, queries, size) = key.shape[1], task.query.shape
+    query = _rounded_query(task.query, task.scale).view(-1, heads // groups, queries, size)
+    key = _rounded_key(key, task.rounded_kv)
+    kept = _rounded_value(value, task.rounded_kv, 1) if queries > 1 else None
+    for part, reach in task.blocks:
+        q = query[:, :, part].flatten(1, 2)
+        scores, weights = (scratch(i, (*q.shape[:2], reach), q.device) for i in (4, 5))
+        torch.bmm(q, key[:, :reach].mT, out=scores)
+        seen = cap_scores(scores, task.mask, part, reach, groups)
+        top, total = _exponentials(scores, weights)
+        v, power = kept or _rounded_value(value, task.rounded_kv, 0)  # a single query needs no keys any more
+        v, power = v[:, :reach], power[:, :reach]
+        # Rounding w_j = p_j s_j to a grid g is rounding p_j to g / s_j: all powers of two.
+        bound = power_above_sum(torch.mul(weights, power.mT, out=scores)).mul_(MAGIC * 2.0**-WEIGHT_BITS)
+        round_to_grid(weights, torch.mul(bound, power.reciprocal().mT, out=scores))
+        out = torch.bmm(weights, v) if queries == 1 else torch.bmm(v.mT, weights.mT).mT
+        out = out.div_(total).add_(0.0).reshape(-1, groups, heads // groups, part.stop - part.start, size)
+        if bad is not None:
+            poison = bad[:, :, None, None, :reach]
+            out.masked_fill_((poison if seen is None else poison & seen).any(-1, keepdim=True), math.nan)
+        task.out[:, :, part] = out.flatten(1, 2)
+        if task.log_sums is not None:
+            log_sum = top.clamp_(min=-1e30).add_(torch.log2(total)).mul_(math.log(2))
+            task.log_sums[:, :, part] = log_sum.view(-1, heads, part.stop - part.start)
+
+
+def _rounded_query(query: Tensor, scale: float) -> Tensor:
+    q = scratch(3, query.shape, query.device).copy_(query).mul_(scale * LOG2_E)
+    bits = math.floor(28.5 - math.log2(query.shape[-1]) / 2)
+    return round_to_grid(q, norm_scale(q).mul_(MAGIC * 2.0**-bits))
+
+
+def _rounded_key(key: Tensor, rounded: bool) -> Tensor:
+    k = scratch(0, key.shape, key.device).copy_(key).flatten(0, 1)
+    return k if rounded else round_to_grid(k, max_scale(k).mul_(MAGIC * 2.0**-KEY_BITS))
+
+
+def _rounded_value(value: Tensor, rounded: bool, buffer: int) -> tuple[Tensor, Tensor]:
+    """[b G, Tk, D] and a power of two above each row, [b G, Tk, 1]."""
+    v = scratch(buffer, value.shape, value.device).copy_(value).flatten(0, 1)
     power = max_scale(v)
     if not rounded:
-        round_to_grid(k, max_scale(k).mul_(MAGIC * 2.0**-KEY_BITS))
         round_to_grid(v, power * (MAGIC * 2.0**-VALUE_BITS))
-    if transpose:  # with many queries their product reads transposed values faster; the bits are the same
-        v = scratch("value^T", v.mT.shape, v.device).copy_(v.mT).mT
-    return _Cache(k, v, power, None)
+    if buffer:  # with many queries their product reads transposed values faster; the bits are the same
+        v = scratch(2, v.mT.shape, v.device).copy_(v.mT).mT
+    return v, power
 
 
-def _scrub(cache: _Cache) -> _Cache | None:
-    """With the rows that hold inf or NaN in either set to zero and noted as bad; None if there are none."""
-    bad = ~(cache.key.isfinite().all(-1) & cache.value.isfinite().all(-1))
-    if not bool(bad.any()):
-        return None
-    for x in (cache.key, cache.value):
-        x.masked_fill_(bad[..., None], 0)
-    return cache._replace(power=cache.power.masked_fill(bad[..., None], 1.0), bad=bad)
-
-
-def _attend_block(query: Tensor, cache: _Cache, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps 1 to 5 for queries [b G, H/G, Tq, D].
-
-    Returns:
-        float64 [b, H, Tq, D], and the maxima and the denominators, float64 [b G, H/G Tq, 1].
-    """
-    per_group, queries = query.shape[1:3]
-    shape = (query.shape[0], per_group * queries, block.reach)
-    scores, weights, spare = (scratch(name, shape, query.device) for name in ("scores", "weights", "spare"))
-    key, value, power = (x[:, : block.reach] for x in cache[:3])
-    torch.bmm(query.flatten(1, 2), key.mT, out=scores)
-    seen = cap_scores(scores, *block)
+def _exponentials(scores: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """2**(score - top) into ``weights``; the tops and the exact sums of what was rounded of it, [.., 1]."""
     top = scores.amax(-1, keepdim=True).clamp_(min=-1e300)  # a query that sees nothing: 2**(-inf + 1e300) = 0
-    exp2_(scores.sub_(top), weights, spare)
+    exp2_(scores.sub_(top), weights, scratch(6, scores.shape, scores.device))
     grid = MAGIC * 2.0**-DENOMINATOR_BITS
     total = torch.add(weights, grid, out=scores).sub_(grid).sum(-1, keepdim=True)
-    total.clamp_(min=1.0)  # the largest term is 1, unless nothing is seen
-    # Rounding w_j = p_j s_j to a grid g is rounding p_j to g / s_j: all powers of two.
-    bound = power_above_sum(torch.mul(weights, power.mT, out=scores)).mul_(MAGIC * 2.0**-WEIGHT_BITS)
-    round_to_grid(weights, torch.mul(bound, power.reciprocal().mT, out=scores))
-    out = torch.bmm(weights, value) if queries == 1 else torch.bmm(value.mT, weights.mT).mT
-    out = out.div_(total).add_(0.0).unflatten(0, (-1, block.groups)).unflatten(2, (per_group, queries))
-    if cache.bad is not None:
-        bad = cache.bad[:, : block.reach].unflatten(0, (-1, block.groups))[:, :, None, None]
-        out.masked_fill_((bad if seen is None else bad & seen).any(-1, keepdim=True), math.nan)
-    return out.flatten(1, 2), top, total
+    return top, total.clamp_(min=1.0)  # the largest term is 1, unless nothing is seen

@@ -28,15 +28,12 @@ def query_blocks(mask: Tensor | None, *, queries: int, keys: int) -> list[tuple[
     return list(zip(parts, last.clamp_(min=1).tolist(), strict=True))
 
 
-def cap_scores(
-    scores: Tensor, mask: Tensor | None, rows: slice, part: slice, reach: int, groups: int
-) -> Tensor | None:
+def cap_scores(scores: Tensor, mask: Tensor | None, part: slice, reach: int, groups: int) -> Tensor | None:
     """Add -inf to the scores of keys that may not be seen.
 
     Args:
         scores: [b G, H/G Tq, reach]; changed in place.
-        mask: Bool [B, 1 or H, Tq, Tk], or None for causal.
-        rows: Which requests of the mask.
+        mask: Bool [b, 1 or H, Tq, Tk], or None for causal.
         part: Which queries of the mask.
         reach: How many keys.
         groups: G.
@@ -46,7 +43,7 @@ def cap_scores(
     """
     queries = part.stop - part.start
     if mask is not None:
-        seen = mask[rows, :, part, :reach]
+        seen = mask[:, :, part, :reach]
         seen = seen.unflatten(1, (groups, -1)) if seen.shape[1] > 1 else seen[:, :, None]
     elif queries == 1:
         return None

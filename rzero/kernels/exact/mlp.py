@@ -84,7 +84,7 @@ def _silu_mul_into(gate: Tensor, up: Tensor, out: Tensor) -> None:
     for start in range(0, gate.shape[0], block):
         gate_rows, up_rows, out_rows = (x[start : start + block] for x in (gate, up, out))
         shape, device = gate_rows.shape, gate.device
-        g, t, e, spare = (scratch(name, shape, device) for name in ("gate", "t", "exp", "spare"))
+        g, t, e, spare = (scratch(i, shape, device) for i in range(4))
         exp2_(torch.mul(g.copy_(gate_rows), -LOG2_E, out=t), e, spare)
         g.div_(e.add_(1.0)).mul_(t.copy_(up_rows))
         out_rows.copy_(g if out.dtype == torch.float32 else g.to(torch.float32))

@@ -54,7 +54,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     columns = x.shape[-1]
     flat = x.reshape(-1, columns)
     block = max(1, CHUNK // columns)
-    norms = [row_norm(scratch("rows", rows.shape, rows.device).copy_(rows)) for rows in flat.split(block)]
+    norms = [row_norm(scratch(0, rows.shape, rows.device).copy_(rows)) for rows in flat.split(block)]
     norm = norms[0] if len(norms) == 1 else torch.cat(norms)
     # The root and the division are IEEE's; torch.rsqrt need not be.
     inverse = norm.mul_(norm).mul_(1.0 / columns).add_(eps).sqrt_().reciprocal_().to(torch.float32)

@@ -135,7 +135,7 @@ def exact_product(x: Tensor, weight: Tensor, *outs: Tensor) -> None:
     for start in range(0, count, block):
         part = slice(start, min(count, start + block))
         rows = x[part] if count > block else x
-        rows = round_by_norm_(scratch("rows", rows.shape, x.device).copy_(rows))
+        rows = round_by_norm_(scratch(0, rows.shape, x.device).copy_(rows))
         if rows.shape[0] * weight.shape[0] <= PRODUCT:
             _write_product(rows, weight, [out[part] for out in outs] if count > block else outs)
             continue
@@ -153,7 +153,7 @@ def row_block(*sizes: int) -> int:
 
 
 def _write_product(rows: Tensor, weight: Tensor, outs: Sequence[Tensor]) -> None:
-    product = scratch("product", (rows.shape[0], weight.shape[0]), rows.device)
+    product = scratch(1, (rows.shape[0], weight.shape[0]), rows.device)
     torch.mm(rows, weight.t(), out=product)
     parts = (product,) if len(outs) == 1 else product.split([out.shape[1] for out in outs], 1)
     for out, part in zip(outs, parts, strict=True):

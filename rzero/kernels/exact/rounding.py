@@ -128,7 +128,7 @@ def max_scale(x: Tensor) -> Tensor:
     A maximum has no order. Rounding a row of float32 values to the grid s * 2**-24 cannot change its largest
     element (float32 has 24 bits), so s is the same before and after: rounding twice is rounding once.
     """
-    top = torch.abs(x, out=scratch("max_scale", x.shape, x.device)).amax(-1, keepdim=True)
+    top = torch.abs(x, out=scratch(2, x.shape, x.device)).amax(-1, keepdim=True)
     top.view(torch.int64).bitwise_and_(EXPONENT_FIELD)  # the power of two at or below the maximum
     return top.mul_(2.0).clamp_(min=2.0**-125)
 

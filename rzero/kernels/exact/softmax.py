@@ -101,7 +101,7 @@ def linear_log_probs(
 
 def _shifted(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[R, V] -> d = z - max and p = exp(d), float64 [R, V] in scratch, and the exact sum of rounded p."""
-    shifted, t, p, spare = (scratch(n, logits.shape, logits.device) for n in ("shifted", "t", "exp", "spare"))
+    shifted, t, p, spare = (scratch(i, logits.shape, logits.device) for i in range(4))
     shifted.copy_(logits)
     shifted.sub_(shifted.amax(-1, keepdim=True))
     exp2_(torch.mul(shifted, LOG2_E, out=t), p, spare)
