@@ -108,8 +108,11 @@ class GroupQueue:
             self._enqueue(self._store.take_completed())
             excess = len(self._stalest) - self._capacity
             if excess > 0:
-                groups = self._stalest.take(excess)
-                self._evicted += self.evict(groups, "capacity")
+                try:
+                    self._evicted += self.evict(self._stalest.take(excess), "capacity")
+                except BaseException:
+                    self.rebuild()  # They are still stored.
+                    raise
 
     def ready(self, size: int) -> bool:
         """Whether a batch of ``size`` responses is there; the caller holds the lock."""
@@ -189,9 +192,10 @@ class GroupQueue:
             for group_id in groups:
                 group = ledger.ready.get(group_id) or ledger.leased[group_id]
                 evictions.append(Eviction(group_id, reason, self._copy(group.places)))
+            self._store.evict(groups, reason)
+            for group_id in groups:
                 self.sampler.discard(group_id)
                 self._stalest.discard(group_id)
-            self._store.evict(groups, reason)
             return evictions
 
     def fail(self, group_id: int, reason: str) -> Eviction | None:

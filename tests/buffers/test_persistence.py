@@ -179,14 +179,37 @@ def test_a_full_disk_refuses_whole_batches(tmp_path):
             lambda: buffer.extend(group(1)),
             lambda: buffer.reserve(7, 4),
             lambda: buffer.evict([0], "stale"),
+            lambda: buffer.sample(4, timeout=0),
         ):
             with pytest.raises(OSError, match="File too large"):
                 refused()
             assert buffer.stats() == stats
+    assert [ready.group_id for ready in buffer.storage.store.ledger.ready_groups()] == [0]
     buffer.extend(group(1))
     again = reopen(buffer, tmp_path, chunk_tokens=100)
     assert again.sample(timeout=0).group_id.tolist() == [0] * 4 + [1] * 4
     again.shutdown()
+
+
+def test_what_a_full_disk_does_not_let_go_is_still_there(tmp_path):
+    buffer = make_buffer(path=tmp_path, capacity_updates=1, chunk_tokens=10_000)
+    buffer.extend(group(0) + group(1) + group(2)[:3])
+    last = group(2)[3:]
+    other, journal = make_buffer(path=tmp_path / "other"), tmp_path / "other" / "journal.bin"
+    empty = journal.stat().st_size
+    other.extend(last)
+    room = journal.stat().st_size - empty  # for one response, and not a byte more
+    with (
+        full_disk((tmp_path / "journal.bin").stat().st_size + room),
+        pytest.raises(OSError, match="File too large"),
+    ):
+        buffer.extend(last)  # stored, but the group that is too many cannot be evicted
+    assert buffer.stats()["stored"] == 12
+    assert buffer.take_evicted() == []
+    buffer.extend(group(3))
+    assert sorted(eviction.group_id for eviction in buffer.take_evicted()) == [0, 1]
+    assert buffer.sample(timeout=0).group_id.tolist() == [2] * 4 + [3] * 4
+    buffer.shutdown()
 
 
 def test_the_laws_of_a_restored_checkpoint_are_on_the_disk_too(tmp_path):

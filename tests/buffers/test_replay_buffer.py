@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl.data import ReplayBuffer
+from torchrl.envs.transforms import Compose, Transform
 
 from rzero.buffers import (
     ContextTable,
@@ -18,6 +19,7 @@ from rzero.buffers import (
     RandomGroupSampler,
     TokenLogStorage,
     pack,
+    to_torchrl,
     unpack,
     validate,
 )
@@ -537,6 +539,25 @@ def test_transforms_run_on_both_sides_and_cannot_alter_evidence():
     withholding.append_transform(lambda batch: None, invert=True)
     assert withholding.extend(group(0)).tolist() == []
     assert len(withholding) == 0
+
+
+class Shift(Transform):
+    """A transform of TorchRL's own kind, with a side for writing and one for reading."""
+
+    def forward(self, tensordict):
+        return tensordict.set("reward", tensordict.get("reward") * 10)
+
+    def _inv_call(self, tensordict):
+        return tensordict.set("reward", tensordict.get("reward") + 1)
+
+
+def test_torchrls_transforms_and_layouts_can_be_chained():
+    buffer = make_buffer(transform=Compose(Shift()))
+    buffer.append_transform(lambda batch: to_torchrl(batch, layout="jagged"))
+    buffer.extend(group(0) + group(1))
+    td = buffer.sample(timeout=0)
+    assert td["next", "reward"][:, 0].tolist() == [(uid % 3 + 1) * 10 for uid in range(8)]
+    assert td["tokens", "full"].is_nested
 
 
 def test_a_transform_that_raises_loses_nothing():
