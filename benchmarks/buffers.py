@@ -311,6 +311,24 @@ def measure(name: str, count: int) -> dict[str, float]:
         shutil.rmtree(folder)
 
 
+def measure_packed(count: int) -> dict[int, float]:
+    """Append batches that a collector has packed already, by the group and by the update."""
+    torch.set_num_threads(1)
+    every, rates = list(groups(count)), {}
+    for size in (GROUP, BATCH):
+        step = size // GROUP
+        batches = [
+            pack_fields([response for group in every[first : first + step] for response in group])
+            for first in range(0, len(every), step)
+        ]
+        buffer = Ours(count, Path()).buffer
+        begin = time.process_time()
+        for batch in batches:
+            buffer.extend(batch)
+        rates[size] = count / (time.process_time() - begin)
+    return rates
+
+
 def compare(count: int) -> dict[str, dict[str, float]]:
     """Measure every buffer and print the table, then how we stand to the others."""
     print(f"{count:,} responses of 50 to {LONGEST:,} tokens, 6 token fields, groups of {GROUP}\n")
@@ -330,6 +348,8 @@ def compare(count: int) -> dict[str, dict[str, float]]:
     for name in ("ours, packed", "ours, packed, digests unchecked", "ours, to padded"):
         ratio = lazy["sample_ms"] / results[name]["sample_ms"]
         print(f"sampling, {name}: {ratio:.1f}x LazyStackStorage's padded (target 5x)")
+    rates = in_process(measure_packed, count)
+    print(f"appends of packed batches of 16: {rates[GROUP]:,.0f}/s, of 256: {rates[BATCH]:,.0f}/s")
     print(f"resident: {ours['resident_ratio']:.2f}x the raw tokens (target at most 1.2x)")
     others = [row for name, row in results.items() if not name.startswith("ours")]
     best = {key: min(row[key] for row in others) for key in ("sample_ms", "resident_mb", "save_s", "save_mb")}
