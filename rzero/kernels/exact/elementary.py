@@ -70,7 +70,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log64(x: Tensor) -> Tensor:
-    """Logarithm of normal float64 ``x`` -> float64, error below 2**-45; 0 gives -inf, negatives NaN.
+    """Logarithm of positive, normal float64 ``x`` -> float64, error below 2**-45; inf and NaN give NaN.
 
     x = m 2**e with m in [sqrt(1/2), sqrt(2)); ln m = 2 artanh(s), s = (m - 1) / (m + 1), as an odd series.
     """
@@ -83,9 +83,7 @@ def log64(x: Tensor) -> Tensor:
     series = torch.full_like(s, 2 / 17)
     for n in range(15, 0, -2):
         series.mul_(square).add_(2 / n)
-    y = series.mul_(s).add_(exponent.to(torch.float64).mul_(math.log(2)))
-    y = torch.where((x > 0) & (x < math.inf), y, torch.where(x == math.inf, math.inf, math.nan))
-    return torch.where(x == 0, -math.inf, y)
+    return series.mul_(s).add_(exponent.to(torch.float64).mul_(math.log(2))).add_(x * 0.0)
 
 
 def log(x: Tensor) -> Tensor:
@@ -96,7 +94,9 @@ def log(x: Tensor) -> Tensor:
         tensor([0., -inf, inf])
     """
     _require_float32("log", x)
-    return log64(x.double()).to(torch.float32)
+    y = log64(x.double()).to(torch.float32)
+    y = torch.where((x > 0) & (x < math.inf), y, torch.where(x == math.inf, math.inf, math.nan))
+    return torch.where(x == 0, -math.inf, y)
 
 
 def sin_cos64(x: Tensor) -> tuple[Tensor, Tensor]:

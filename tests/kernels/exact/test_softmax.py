@@ -46,7 +46,10 @@ def test_impossible_classes_and_single_classes():
     assert log_softmax(logits)[0, 1] == -math.inf
     assert torch.allclose(log_softmax(logits)[0, [0, 2]], torch.tensor(0.5).log())
     assert log_softmax(torch.tensor([[-3e38]])).tolist() == [[0.0]]
-    assert log_softmax(torch.tensor([[math.nan, 1.0]])).isnan().all()
+    for bad in (math.nan, math.inf):  # as torch.log_softmax: no class of such a row has a probability
+        assert log_softmax(torch.tensor([[bad, 1.0]])).isnan().all()
+        hidden = torch.tensor([[bad, 1.0]])
+        assert all(x.isnan().all() for x in linear_log_probs(hidden, torch.eye(2), torch.tensor([1])))
 
 
 @given(st.integers(0, 10**6), st.integers(1, 257), st.integers(1, 300), st.sampled_from(DTYPES))
