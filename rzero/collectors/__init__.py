@@ -9,11 +9,14 @@ from rzero.collectors.collector import AsyncRolloutCollector, Prompt, RewardFunc
 from rzero.collectors.engine import (
     Completion,
     EngineError,
+    EngineLost,
     GenerationEngine,
     GenerationRequest,
     InFlightPolicy,
 )
 from rzero.collectors.lag import LagReport
+from rzero.collectors.measured_workload import WorkloadMeter
+from rzero.collectors.publisher import PublishReport, WeightPublisher
 from rzero.collectors.remote import RemoteEngine, serve_engine
 from rzero.collectors.scheduler import (
     CreditScheduler,
@@ -26,13 +29,7 @@ from rzero.collectors.scheduler import (
 )
 from rzero.collectors.simulate import Comparison, Simulation, Workload, compare_with_synchronous, simulate
 from rzero.collectors.transport import Channel, open_channels
-from rzero.collectors.weights import (
-    PublishReport,
-    WeightPublisher,
-    load_weights,
-    named_weights,
-    weight_digests,
-)
+from rzero.collectors.weights import load_weights, named_weights, rounded_weights, weight_digests
 
 if TYPE_CHECKING:
     from rzero.collectors.transformers_engine import TransformersEngine
@@ -44,6 +41,7 @@ __all__ = [
     "Completion",
     "CreditScheduler",
     "EngineError",
+    "EngineLost",
     "GenerationEngine",
     "GenerationRequest",
     "InFlightPolicy",
@@ -59,11 +57,13 @@ __all__ = [
     "TransformersEngine",
     "WeightPublisher",
     "Workload",
+    "WorkloadMeter",
     "compare_with_synchronous",
     "finished_first",
     "load_weights",
     "named_weights",
     "open_channels",
+    "rounded_weights",
     "serve_engine",
     "simulate",
     "strict",

@@ -18,8 +18,8 @@ from rzero.buffers import ROW_FIELDS, PackedBatch, ProvenanceReplayBuffer
 from rzero.collectors.drain import drain
 from rzero.collectors.engine import Completion, GenerationEngine, GenerationRequest, packed_rows
 from rzero.collectors.hashing import stream_seed
+from rzero.collectors.publisher import PublishReport, WeightPublisher
 from rzero.collectors.scheduler import Scheduler
-from rzero.collectors.weights import PublishReport, WeightPublisher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class AsyncRolloutCollector(BaseCollector):
         self._scheduler, self._buffer = scheduler, buffer
         self._group_size, self._max_new_tokens = group_size, max_new_tokens
         self._seed, self._timeout = seed, timeout
-        self.publisher = WeightPublisher(engines)
+        self.publisher = WeightPublisher(engines, on_done=self._published)
         self._lock = threading.Lock()  # guards the scheduler, the groups and the loads
         self._groups: dict[int, _Group] = {}
         self._finished: dict[int, tuple[list[Completion], list[float]]] = {}
@@ -182,7 +182,7 @@ class AsyncRolloutCollector(BaseCollector):
                 f"got {type(model).__name__} and {sorted(kwargs)}"
             )
         version = self._scheduler.learner_version
-        self.publisher.publish_async(model, version, on_done=self._published)
+        self.publisher.publish_async(model, version)
 
     def get_policy_version(self) -> int:
         """The newest version on every engine."""

@@ -26,6 +26,10 @@ class EngineError(RuntimeError):
     """An engine failed; the message carries the original traceback, also from another process."""
 
 
+class EngineLost(EngineError):
+    """An engine's process is gone, and with it all that it was sampling."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
     """One response to sample.

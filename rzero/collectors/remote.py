@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rzero.buffers import FinishCode, SamplingContext
 from rzero.collectors.drain import drain
-from rzero.collectors.engine import Completion, EngineError, GenerationEngine, GenerationRequest
+from rzero.collectors.engine import Completion, EngineError, EngineLost, GenerationEngine, GenerationRequest
 from rzero.collectors.transport import Channel, ConnectionLost, Message
 
 _REQUEST_FIELDS = ("uid", "group_id", "prompt_id", "sample_index", "max_new_tokens", "seed", "trace")
@@ -106,18 +106,16 @@ class RemoteEngine:
     Args:
         outgoing: Channel to the sampler's rank.
         incoming: Channel from it.
+        timeout: Seconds that the engine has to answer a call, also the first, while its rank builds it.
 
     Raises:
-        EngineError: From any call after the engine, its process or the connection has failed.
+        EngineError: From any call after the engine has failed, or if it does not answer in time.
+        EngineLost: Likewise, after its process is gone.
     """
 
-    def __init__(self, outgoing: Channel, incoming: Channel) -> None:
+    def __init__(self, outgoing: Channel, incoming: Channel, *, timeout: float = 600.0) -> None:
         self._outgoing, self._incoming = outgoing, incoming
-        hello = incoming.receive()
-        if hello.kind == "error":
-            raise EngineError(hello.text["traceback"])
-        self._context = SamplingContext.from_json(hello.text["context"])
-        self._version = int(hello.text["version"])
+        self._timeout = timeout
         self._busy_seconds = 0.0
         self._lock = threading.Lock()
         self._requests: dict[int, tuple[GenerationRequest, Future[Completion]]] = {}
@@ -133,6 +131,9 @@ class RemoteEngine:
         ]
         for thread in self._threads:
             thread.start()
+        hello = self._answer("start")
+        self._context = SamplingContext.from_json(hello.text["context"])
+        self._version = int(hello.text["version"])
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         """See ``GenerationEngine.submit``."""
@@ -179,23 +180,34 @@ class RemoteEngine:
             self._call(Message("close"))
         self._to_send.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(self._timeout)
 
     def _call(self, message: Message) -> Message:
         with self._call_lock:
             with self._lock:
                 self._refuse_if_failed(message.kind)
             self._to_send.put(message)
-            reply = self._reply.get()
+            return self._answer(message.kind)
+
+    def _answer(self, kind: str) -> Message:
+        try:
+            reply = self._reply.get(timeout=self._timeout)
+        except queue.Empty:
+            error = EngineError(
+                f"RemoteEngine.{kind}: rank {self._outgoing.peer} did not answer within {self._timeout:g} s"
+            )
+            self._fail(error)  # a late answer must not be taken for that of the next call
+            raise error from None
         if isinstance(reply, BaseException):
-            raise EngineError(f"RemoteEngine.{message.kind}: {reply}") from reply
+            raise _like(reply, f"RemoteEngine.{kind}: {reply}") from reply
         if reply.kind == "refused":
             raise EngineError(reply.text["reason"])
         return reply
 
     def _refuse_if_failed(self, caller: str) -> None:
         if self._error is not None:
-            raise EngineError(f"RemoteEngine.{caller}: the engine has failed: {self._error}") from self._error
+            text = f"RemoteEngine.{caller}: the engine has failed: {self._error}"
+            raise _like(self._error, text) from self._error
 
     def _send_loop(self) -> None:
         try:
@@ -243,6 +255,10 @@ class RemoteEngine:
         for _, future in entries.values():
             future.set_exception(error)
         self._reply.put(error)
+
+
+def _like(error: BaseException, text: str) -> EngineError:
+    return EngineLost(text) if isinstance(error, EngineLost) else EngineError(text)
 
 
 def serve_engine(engine: GenerationEngine, outgoing: Channel, incoming: Channel) -> None:

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rzero.collectors.engine import EngineError
+from rzero.collectors.engine import EngineLost
 
 
-class ConnectionLost(EngineError):
+class ConnectionLost(EngineLost):
     """The rank at the other end is gone."""
 
 

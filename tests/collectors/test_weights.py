@@ -1,8 +1,16 @@
 import pytest
 import torch
 
-from rzero.collectors import EngineError, WeightPublisher, load_weights, named_weights, weight_digests
-from tests.collectors.conftest import llama, request
+from rzero.collectors import (
+    EngineError,
+    WeightPublisher,
+    load_weights,
+    named_weights,
+    rounded_weights,
+    weight_digests,
+)
+from rzero.collectors.weights import rounded
+from tests.collectors.conftest import llama
 
 
 def test_every_parameter_arrives(make_engine):
@@ -55,7 +63,7 @@ def test_a_load_keeps_the_tensors_and_tells_autograd():
             lambda w: w.update({"model.norm.weight": torch.ones(31)}),
             r"must be torch.float32 \(32,\), got .* \(31,\)",
         ),
-        (lambda w: w.update({"model.norm.weight": torch.ones(32).half()}), r"got torch.float16"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(32).double()}), r"got torch.float64"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_and_nothing_changes(spoil, message):
@@ -67,44 +75,38 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(spoil, message)
     assert weight_digests(named_weights(model)) == weight_digests(named_weights(llama(0)))
 
 
-def test_the_common_version_waits_for_an_engine_that_failed(make_engine):
-    """Fault 4 of the field: one of three engines cannot load, and the version must not advance."""
-    sizes = [llama(0), llama(0), llama(0)]
-    engines = [make_engine(model) for model in sizes]
-    publisher = WeightPublisher(engines)
-    publisher.publish(named_weights(llama(1)), 1)
-    del sizes[1].model.layers[1].mlp  # the second engine's model lost a part
-    with pytest.raises(EngineError, match=r"version 2 reached not every engine: engine 1 keeps version 1"):
-        publisher.publish(named_weights(llama(2)), 2)
-    assert [engine.version() for engine in engines] == [2, 1, 2]
-    assert publisher.common_version() == 1
-
-
-def test_versions_only_increase(make_engine):
-    publisher = WeightPublisher([make_engine()])
-    publisher.publish(named_weights(llama(1)), 1)
-    with pytest.raises(ValueError, match="version must be greater than 1, got 1"):
-        publisher.publish(named_weights(llama(1)), 1)
-
-
-def test_a_background_publish_sends_the_weights_of_the_moment(make_engine):
+def test_narrower_weights_arrive_as_the_rounded_values():
     learner, sampler = llama(0), llama(1)
-    engine = make_engine(sampler)
-    publisher = WeightPublisher([engine])
-    engine.pause()  # hold the publish back until the learner has moved on
-    done = []
-    future = publisher.publish_async(learner, 1, on_done=done.append)
-    with torch.no_grad():
-        learner.lm_head.weight.add_(1.0)
-    engine.resume()
-    assert future.result().engine_versions == (1,)
-    assert done == [future]
-    assert torch.equal(sampler.lm_head.weight, llama(0).lm_head.weight)
+    wire = rounded(named_weights(learner), torch.bfloat16)
+    expected = {name: tensor.float() for name, tensor in wire.items()}
+    load_weights(sampler, wire, weight_digests(expected))
+    for name, tensor in named_weights(sampler).items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, learner.get_parameter(name).detach().bfloat16().float()), name
 
 
-def test_a_failed_background_publish_is_in_its_future(make_engine):
-    engine = make_engine()
-    publisher = WeightPublisher([engine])
-    future = publisher.publish_async(llama(0, attention_bias=True), 1, on_done=lambda f: None)
-    assert "name exactly the model's tensors" in str(future.exception())
-    assert len(engine.submit(request(0)).result().response) > 0  # it samples on with its old weights
+def test_rounded_weights_are_what_arrives_and_leave_without_a_trace():
+    model, sampler = llama(0), llama(1)
+    before = {name: tensor.clone() for name, tensor in named_weights(model).items()}
+    prompt = torch.tensor([[1, 5, 7]])
+    wire = rounded(before, torch.bfloat16)
+    load_weights(sampler, wire, weight_digests({name: t.float() for name, t in wire.items()}))
+    with pytest.raises(KeyError), rounded_weights(model, torch.bfloat16):
+        logits = model(prompt).logits
+        logits.sum().backward()  # the gradient at the rounded weights
+        raise KeyError
+    assert torch.equal(logits, sampler(prompt).logits)
+    sampler(prompt).logits.sum().backward()
+    for name, parameter in model.named_parameters():
+        arrived = sampler.get_parameter(name).grad
+        assert parameter.grad is not None and arrived is not None
+        assert torch.equal(parameter.grad, arrived), name
+        assert torch.equal(parameter.detach(), before[name]), name
+
+
+def test_backward_after_rounded_weights_have_left_is_refused():
+    model = llama(0)
+    with rounded_weights(model, torch.bfloat16):
+        logits = model(torch.tensor([[1, 5, 7]])).logits
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logits.sum().backward()

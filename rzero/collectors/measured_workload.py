@@ -1,0 +1,95 @@
+"""From what a run measured of itself to the `Workload` that predicts it."""
+
+from collections import deque
+from typing import final
+
+import numpy as np
+import torch
+
+from rzero.buffers import PackedBatch
+from rzero.collectors.simulate import Workload
+from rzero.collectors.simulate_laws import RateLaw, empirical_length, measured_rate
+
+BINS = 8
+POINTS = 8  # instants of a response's life at which the sequences beside it are counted
+
+
+@final
+class WorkloadMeter:
+    """Keeps the timings of the newest batches and makes a `Workload` of them.
+
+    Responses live from their submission to their last token, so what an engine does before the first token
+    counts as sampling: a response waits for a slot at the cost of its rate.
+
+    Args:
+        batches: How many of the newest batches are kept.
+
+    Raises:
+        ValueError: If `batches` is not positive.
+    """
+
+    def __init__(self, *, batches: int = 64) -> None:
+        """Starts without a measurement; see the class for the argument."""
+        if batches < 1:
+            raise ValueError(f"WorkloadMeter: batches must be at least 1, got {batches}")
+        self._rows: deque[np.ndarray] = deque(maxlen=batches)
+        self._train_seconds: deque[float] = deque(maxlen=batches)
+        self._group_size = 1
+
+    def update(self, batch: PackedBatch, *, train_seconds: float) -> None:
+        """Note one update.
+
+        Args:
+            batch: What was trained on, with the times of its engines' clocks.
+            train_seconds: From the moment at which the learner took the batch until it asked for the next.
+        """
+        columns = (batch.t_submit_ns, batch.t_done_ns, batch.response_length.long())
+        self._rows.append(torch.stack(columns).numpy())
+        self._train_seconds.append(train_seconds)
+        self._group_size = batch.num_responses // len(batch.group_id.unique())
+
+    def workload(self, *, engines: int, publish_seconds: float, reward_seconds: float = 0.0) -> Workload:
+        """What was measured: lengths and rates of the engines, mean time of an update.
+
+        Args:
+            engines: Number of engines, which shared the responses evenly.
+            publish_seconds: Mean time of a publish, which overlaps with the next update.
+            reward_seconds: Mean time from a group's last token to its rewards.
+
+        Raises:
+            RuntimeError: If no batch was measured.
+        """
+        if not self._rows:
+            raise RuntimeError("WorkloadMeter.workload: at least one update must be measured first, got none")
+        submit_ns, done_ns, lengths = np.concatenate(self._rows, axis=1)
+        submit, done = ((ns - submit_ns.min()) * 1e-9 for ns in (submit_ns, done_ns))
+        train_seconds = float(np.mean(self._train_seconds))
+        return Workload(
+            length_law=empirical_length(lengths),
+            rate_law=_rate_law(submit, done, lengths, engines),
+            train_seconds=lambda tokens: train_seconds,
+            group_size=self._group_size,
+            engines=engines,
+            publish_seconds=publish_seconds,
+            overlap_publish=True,
+            reward_seconds=reward_seconds,
+        )
+
+
+def _rate_law(submit: np.ndarray, done: np.ndarray, lengths: np.ndarray, engines: int) -> RateLaw:
+    """Tokens per second of a sequence against the sequences on its engine, from times in seconds."""
+    # At the ends of the record some of the sequences beside a response are not in it.
+    first, last = np.quantile(done, (1 / 3, 2 / 3))
+    inner = (done >= first) & (done <= last)
+    seconds = np.maximum(done - submit, 1e-9)[inner]
+    instants = submit[inner, None] + seconds[:, None] * (np.arange(POINTS) + 0.5) / POINTS
+    alive = np.searchsorted(np.sort(submit), instants, "right") - np.searchsorted(
+        np.sort(done), instants, "right"
+    )
+    concurrency = alive.mean(axis=1) / engines
+    edges = np.unique(np.quantile(concurrency, np.linspace(0, 1, BINS + 1)))
+    place = np.searchsorted(edges[1:-1], concurrency, "right")
+    used = np.unique(place)
+    points = [np.average(concurrency[place == k], weights=seconds[place == k]) for k in used]
+    rates = [lengths[inner][place == k].sum() / seconds[place == k].sum() for k in used]
+    return measured_rate(points, rates)
