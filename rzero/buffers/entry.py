@@ -1,11 +1,11 @@
 """Checked responses as plain arrays, ready to be copied into the store, and back."""
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -102,13 +102,15 @@ def restore_batch(columns: Mapping[str, np.ndarray], rows: np.ndarray) -> Packed
 
 
 def extras_checksums(extras: Sequence[np.ndarray], starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
-    """CRC-32 over the extras of each response, column after column, uint32 ``[B]``; 0 without extras."""
-    sums = [0] * len(starts)
-    for column in extras:
-        view = column.data
-        for row, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            sums[row] = zlib.crc32(view[start:stop], sums[row])
-    return np.array(sums, np.uint32)
+    """XXH3 of 64 bits over the extras of each response, column after column, uint64 ``[B]``; 0 without."""
+    sums = np.zeros(len(starts), np.uint64)
+    views = [column.data for column in extras]
+    for row, (start, stop) in enumerate(zip(starts, stops, strict=True) if extras else ()):
+        state = xxhash.xxh3_64()
+        for view in views:
+            state.update(view[start:stop])
+        sums[row] = state.intdigest()
+    return sums
 
 
 def _finish(
@@ -130,7 +132,7 @@ def _finish(
     oldest = np.minimum.reduceat(columns["policy_version"].view(np.uint32), cu_seqlens[:-1])
     rows["version"] = np.minimum(oldest, _NO_VERSION)
     bounds = cu_seqlens.tolist()
-    rows["extras_crc"] = extras_checksums(list(extras.values()), bounds[:-1], bounds[1:])
+    rows["extras_checksum"] = extras_checksums(list(extras.values()), bounds[:-1], bounds[1:])
     return Entry({name: columns[name] for name in PROVENANCE_FIELDS} | extras, cu_seqlens, rows)
 
 

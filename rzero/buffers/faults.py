@@ -47,7 +47,7 @@ def find_faults(log: TokenLog, chunk: int, rows: np.ndarray) -> list[Fault]:
     sums = extras_checksums([columns[name] for name in extras], starts.tolist(), stops.tolist())
     broken = {
         tuple(PROVENANCE_FIELDS): (digests != rows["digest"]).any(1),
-        extras: sums != rows["extras_crc"],
+        extras: sums != rows["extras_checksum"],
     }
     return [
         Fault(

@@ -11,7 +11,7 @@ ROW_DTYPE = np.dtype(
         *_DTYPES.items(),
         ("digest", np.int64, (2,)),
         ("version", np.int32),  # The oldest weights in the response; the largest int32 if it sampled nothing.
-        ("extras_crc", np.uint32),
+        ("extras_checksum", np.uint64),
         ("chunk", np.int64),
         ("start", np.int64),
     ]
@@ -79,6 +79,6 @@ class RowTable:
         """The rows at these places, copied."""
         return self._rows[places]
 
-    def set_extras_crc(self, place: int, crc: int) -> None:
+    def set_extras_checksum(self, place: int, checksum: np.uint64) -> None:
         """Note the checksum of a row's extras: the one entry that may change."""
-        self._rows["extras_crc"][place] = crc
+        self._rows["extras_checksum"][place] = checksum

@@ -316,8 +316,8 @@ class Store:
         start, stop = int(row["start"]), int(row["start"]) + len(values)
         columns = self._log.columns(int(row["chunk"]))
         columns[name][start:stop] = values
-        crc = extras_checksums([columns[extra] for extra in self._extras], [start], [stop])
-        self._table.set_extras_crc(place, int(crc[0]))
+        checksums = extras_checksums([columns[extra] for extra in self._extras], [start], [stop])
+        self._table.set_extras_checksum(place, checksums[0])
 
     def _places_of(self, uids: np.ndarray) -> np.ndarray:
         places = self._table.places()
