@@ -5,7 +5,7 @@ The engines that need transformers or vLLM load on first use.
 
 from typing import TYPE_CHECKING, Any
 
-from rzero.collectors.collector import AsyncRolloutCollector, Prompt, RewardFunction
+from rzero.collectors.collector import AsyncRolloutCollector
 from rzero.collectors.engine import (
     Completion,
     EngineError,
@@ -14,10 +14,14 @@ from rzero.collectors.engine import (
     GenerationRequest,
     InFlightPolicy,
 )
+from rzero.collectors.failures import GroupFailed
+from rzero.collectors.interaction import Interaction
 from rzero.collectors.lag import LagReport
 from rzero.collectors.measured_workload import WorkloadMeter
+from rzero.collectors.prompt import Prompt
 from rzero.collectors.publisher import PublishReport, WeightPublisher
 from rzero.collectors.remote import RemoteEngine, serve_engine
+from rzero.collectors.rewards import RewardFunction, SingleTurn
 from rzero.collectors.scheduler import (
     CreditScheduler,
     Order,
@@ -44,7 +48,9 @@ __all__ = [
     "EngineLost",
     "GenerationEngine",
     "GenerationRequest",
+    "GroupFailed",
     "InFlightPolicy",
+    "Interaction",
     "LagReport",
     "Order",
     "Prompt",
@@ -53,6 +59,7 @@ __all__ = [
     "RewardFunction",
     "Scheduler",
     "Simulation",
+    "SingleTurn",
     "SlotScheduler",
     "TransformersEngine",
     "WeightPublisher",

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -17,29 +17,13 @@ from torchrl.collectors import BaseCollector
 from rzero.buffers import ROW_FIELDS, PackedBatch, ProvenanceReplayBuffer
 from rzero.collectors.drain import drain
 from rzero.collectors.engine import Completion, GenerationEngine, GenerationRequest, packed_rows
+from rzero.collectors.failures import FailureCounts, GroupFailed
 from rzero.collectors.hashing import stream_seed
+from rzero.collectors.interaction import Interaction
+from rzero.collectors.prompt import Prompt
 from rzero.collectors.publisher import PublishReport, WeightPublisher
+from rzero.collectors.rewards import RewardFunction, SingleTurn
 from rzero.collectors.scheduler import Scheduler
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """One prompt.
-
-    Attributes:
-        prompt_id: Names the problem for good, >= 0.
-        token_ids: What the model reads, at least one token.
-        problem: What the reward function needs to know of it.
-    """
-
-    prompt_id: int
-    token_ids: tuple[int, ...]
-    problem: Any = field(repr=False)
-
-
-RewardFunction = Callable[[Prompt, Sequence[Sequence[int]]], Sequence[float]]
-"""Rewards of a whole group: (prompt, token ids of each response, end token included) -> one finite float
-each."""
 
 
 def pack_completions(completions: Sequence[Completion], rewards: Sequence[float]) -> PackedBatch:
@@ -94,12 +78,14 @@ class AsyncRolloutCollector(BaseCollector):
     Iterating yields one ``PackedBatch`` of ``scheduler.groups_per_batch`` whole groups at a time, each
     response exactly once, without end; after each, the learner calls ``update_policy_weights_`` once. An
     exception in an engine, the reward function or the background thread is raised in the iteration, with its
-    original traceback.
+    original traceback. ``GroupFailed`` loses its group alone, which is counted and gives its room back; the
+    run ends if as many groups as can be in work fail with no success between them.
 
     Args:
         engines: All at the same version, which is where the run starts.
         prompts: Endless; advanced by the background thread.
-        reward_fn: Called with a whole group, in the background thread.
+        reward_fn: Rewards a whole group; an ``Interaction`` says more about how, a plain or async function
+            stands for ``SingleTurn(reward_fn)``.
         scheduler: Who may start, and in which order the learner gets what has finished.
         buffer: Empty, of the same group size and groups per batch.
         group_size: Responses per prompt.
@@ -115,7 +101,7 @@ class AsyncRolloutCollector(BaseCollector):
         self,
         engines: Sequence[GenerationEngine],
         prompts: Iterator[Prompt],
-        reward_fn: RewardFunction,
+        reward_fn: RewardFunction | Interaction,
         *,
         scheduler: Scheduler,
         buffer: ProvenanceReplayBuffer,
@@ -130,7 +116,8 @@ class AsyncRolloutCollector(BaseCollector):
             raise ValueError(
                 f"AsyncRolloutCollector: engines must all hold version {scheduler.version}, got {versions}"
             )
-        self._engines, self._prompts, self._reward_fn = list(engines), prompts, reward_fn
+        self._engines, self._prompts = list(engines), prompts
+        self._interaction = reward_fn if isinstance(reward_fn, Interaction) else SingleTurn(reward_fn)
         self._scheduler, self._buffer = scheduler, buffer
         self._group_size, self._max_new_tokens = group_size, max_new_tokens
         self._seed, self._timeout = seed, timeout
@@ -139,7 +126,8 @@ class AsyncRolloutCollector(BaseCollector):
         self._groups: dict[int, _Group] = {}
         self._finished: dict[int, tuple[list[Completion], list[float]]] = {}
         self._load = [0] * len(engines)
-        self._events: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()
+        self._failures = FailureCounts(patience=scheduler.capacity)
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -155,11 +143,18 @@ class AsyncRolloutCollector(BaseCollector):
         """Batches for the learner, one after the other, without end."""
         self.start()
         while not self._stopping:
-            batch = self._buffer.sample(timeout=self._timeout)
+            batch = self._next_batch()
             with self._lock:
                 self._scheduler.train(batch.group_id.unique().tolist())
             self._events.put(None)
             yield batch
+
+    def _next_batch(self) -> PackedBatch:
+        try:
+            return self._buffer.sample(timeout=self._timeout)
+        except TimeoutError as error:
+            error.add_note(str(self._failures))
+            raise
 
     @property
     def learner_version(self) -> int:
@@ -189,9 +184,10 @@ class AsyncRolloutCollector(BaseCollector):
         return self.publisher.common_version()
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Counts of groups by what became of them, and versions."""
+        """Counts of groups by what became of them, failures also by their reasons, and versions."""
         with self._lock:
             counts = self._scheduler.counts
+            counts |= {f"failed/{reason}": n for reason, n in self._failures.by_reason.items()}
             learner_version = self._scheduler.learner_version
         return {**counts, "policy_version": self.get_policy_version(), "learner_version": learner_version}
 
@@ -207,6 +203,7 @@ class AsyncRolloutCollector(BaseCollector):
         self._events.put(None)
         if self._thread is not None:
             self._thread.join(timeout)
+        self._interaction.close()
         for engine in self._engines:
             engine.close()
 
@@ -233,7 +230,7 @@ class AsyncRolloutCollector(BaseCollector):
                 self._advance()
                 for event in drain(self._events):
                     if event is not None:
-                        self._collect(event.result())
+                        event()
         except BaseException as error:
             self._buffer.abort(error)
 
@@ -270,32 +267,54 @@ class AsyncRolloutCollector(BaseCollector):
                 max_new_tokens=self._max_new_tokens,
                 seed=stream_seed(self._seed, uid),
             )
-            future = self._engines[engine].submit(request)
-            future.add_done_callback(self._events.put)
+            future = self._interaction.respond(self._engines[engine], prompt, request)
             future.add_done_callback(lambda _, engine=engine: self._unload(engine))
+            self._when_done(future, self._collect, ticket, index)
 
     def _unload(self, engine: int) -> None:
         with self._lock:
             self._load[engine] -= 1
 
-    def _collect(self, completion: Completion) -> None:
-        """Note a completion; the last of its group brings the rewards."""
-        ticket = completion.request.group_id
-        group = self._groups[ticket]
-        group.completions[completion.request.sample_index] = completion
+    def _when_done(self, future: Future[Any], then: Callable[..., None], ticket: int, *args: Any) -> None:
+        """In the background thread, handle the future's result, or its group's failure."""
+
+        def handle() -> None:
+            try:
+                result = future.result()
+            except GroupFailed as error:
+                self._fail(ticket, error)
+            else:
+                then(result, ticket, *args)
+
+        future.add_done_callback(lambda _: self._events.put(handle))
+
+    def _collect(self, completion: Completion, ticket: int, index: int) -> None:
+        """Note a completion; the last of its group asks for the rewards."""
+        group = self._groups.get(ticket)
+        if group is None:
+            return  # it failed by another of its responses
+        group.completions[index] = completion
         group.missing -= 1
-        if group.missing:
-            return
-        del self._groups[ticket]
-        completions = [c for c in group.completions if c is not None]
-        rewards = list(self._reward_fn(group.prompt, [c.response.tolist() for c in completions]))
-        if len(rewards) != len(completions):
-            raise ValueError(
-                f"AsyncRolloutCollector: reward_fn must return {len(completions)} rewards, got {len(rewards)}"
+        if group.missing == 0:
+            completions = [c for c in group.completions if c is not None]
+            self._when_done(
+                self._interaction.rewards(group.prompt, completions), self._accept, ticket, completions
             )
+
+    def _accept(self, rewards: list[float], ticket: int, completions: list[Completion]) -> None:
+        del self._groups[ticket]
+        self._failures.succeeded()
         with self._lock:
             self._finished[ticket] = (completions, rewards)
             self._scheduler.accept(ticket)
+
+    def _fail(self, ticket: int, error: GroupFailed) -> None:
+        """Give a group up, once, and with it its room."""
+        if self._groups.pop(ticket, None) is None:
+            return
+        with self._lock:
+            self._scheduler.fail(ticket)
+        self._failures.add(error)
 
     def _published(self, future: Future[PublishReport]) -> None:
         error = future.exception()

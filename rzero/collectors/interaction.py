@@ -1,0 +1,29 @@
+"""What happens between a prompt and its rewards, as far as a collector needs to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol, runtime_checkable
+
+from rzero.collectors.engine import Completion, GenerationEngine, GenerationRequest
+from rzero.collectors.prompt import Prompt
+
+
+@runtime_checkable
+class Interaction(Protocol):
+    """How a group comes about: its responses one by one, then its rewards."""
+
+    def respond(
+        self, engine: GenerationEngine, prompt: Prompt, request: GenerationRequest
+    ) -> Future[Completion]:
+        """Sample one response; the future raises ``GroupFailed`` if that costs no more than its group."""
+        ...
+
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[float]]:
+        """One reward for each response of a group; the future raises ``GroupFailed`` likewise."""
+        ...
+
+    def close(self) -> None:
+        """Begin nothing more, and do not wait for what hangs."""
+        ...
