@@ -1,0 +1,20 @@
+"""The Triton backend: CUDA and ROCm, invariant by construction (triton.contract, docs/kernels.md)."""
+
+from rzero.kernels.triton.linear import linear, linear_joined, matmul
+from rzero.kernels.triton.mlp import gated_mlp, silu_mul
+from rzero.kernels.triton.norm import add_rms_norm, rms_norm
+from rzero.kernels.triton.rotary import rope
+from rzero.kernels.triton.softmax import linear_log_probs, log_softmax
+
+__all__ = [
+    "add_rms_norm",
+    "gated_mlp",
+    "linear",
+    "linear_joined",
+    "linear_log_probs",
+    "log_softmax",
+    "matmul",
+    "rms_norm",
+    "rope",
+    "silu_mul",
+]

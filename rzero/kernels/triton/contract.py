@@ -1,0 +1,134 @@
+"""What decides the bits of the Triton backend, op by op; launch parameters are not in it.
+
+A reduction order is a function of (N, K, dtype, architecture) alone. Numbers here are contract: two processes
+that compare log-probabilities must have the same ones, which the fingerprint states.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+__all__ = [
+    "KV_SPLIT",
+    "KV_TILE",
+    "ROW_SEGMENT",
+    "SEGMENTS",
+    "VOCAB_CHUNK",
+    "VOCAB_SPLIT",
+    "VOCAB_TILE",
+    "NumericContract",
+    "chain_k",
+    "numeric_contract",
+    "segments",
+]
+
+KV_TILE = 64  # keys of one step of attention, from position 0 on
+KV_SPLIT = 1024  # keys whose partial result is merged as one, in ascending order
+VOCAB_TILE = 128  # logits of one step of a softmax over a vocabulary
+VOCAB_SPLIT = 1024  # logits whose partial result is merged as one, by a tree
+VOCAB_CHUNK = 4096  # logits whose gradient is held at a time
+ROW_SEGMENT = 64  # rows summed as one by a tree, in gradients of weights [K]
+
+# (N, K, dtype, family) -> number of segments of K. By arithmetic, not yet by measurement: the few
+# column tiles of a long reduction would leave most of a chip idle while it decodes.
+SEGMENTS: dict[tuple[int, int, torch.dtype, str], int] = {
+    (1536, 8960, torch.bfloat16, "sm_90"): 8,  # down projection of DeepSeek-R1-Distill-Qwen-1.5B
+    (3584, 18944, torch.bfloat16, "sm_90"): 8,  # and of its 7B sibling
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumericContract:
+    """The contract of one op on one architecture.
+
+    Attributes:
+        op: Its name.
+        order: The reduction, in words.
+        rounding: The points where results are rounded, in order.
+        constants: Numbers that the order depends on.
+    """
+
+    op: str
+    order: str
+    rounding: str
+    constants: tuple[tuple[str, object], ...] = ()
+
+
+def chain_k(dtype: torch.dtype) -> int:
+    """Terms of K that one step of a product takes; steps ascend."""
+    return 32 if dtype == torch.float32 else 64
+
+
+def segments(columns: int, depth: int, dtype: torch.dtype, family: str) -> int:
+    """Into how many segments K is cut: a power of two up to 8, whatever the number of rows.
+
+    Listed shapes have their own. Otherwise: as many as bring tiles of 64 columns times segments to 128
+    programs, but no segment shorter than 512.
+    """
+    listed = SEGMENTS.get((columns, depth, dtype, family))
+    if listed is not None:
+        return listed
+    count = 1
+    while count < 8 and columns * count < 128 * 64 and depth >= 1024 * count:
+        count *= 2
+    return count
+
+
+_INSTRUCTIONS = {
+    "sm_80": "mma.sync.m16n8k16",
+    "sm_90": "wgmma.m64k16",
+    "sm_100": "tcgen05.mma.k16",
+    "gfx942": "mfma.16x16x16",
+    "interpreter": "ascending k",
+}
+
+
+def numeric_contract(arch: str, family: str, compiler: str) -> dict[str, object]:
+    """All contracts of the backend, with what they run on.
+
+    Args:
+        arch: The chip, e.g. ``sm_90``.
+        family: Whose tables it uses.
+        compiler: The version of Triton: it chooses how exp and the matrix instructions are lowered.
+    """
+    product = "segments of K, each one ascending chain from 0 in float32, added by a binary tree"
+    vocabulary = (("tile", VOCAB_TILE), ("split", VOCAB_SPLIT))
+    table = sorted((n, k, str(dtype), s) for (n, k, dtype, f), s in SEGMENTS.items() if f == family)
+    constants = (
+        ("chain_k", (chain_k(torch.bfloat16), chain_k(torch.float32))),
+        ("instruction", _INSTRUCTIONS[family]),
+        ("segments", ("columns * s < 8192 and depth >= 1024 s", tuple(table))),
+    )
+    ops = [
+        NumericContract(op="linear", order=product, rounding="float32, bias, dtype", constants=constants),
+        NumericContract(
+            op="linear_log_probs",
+            order="that of linear, then that of log_softmax",
+            rounding="logits to dtype, divided by the temperature (IEEE) in float32",
+            constants=vocabulary,
+        ),
+        NumericContract(
+            op="log_softmax",
+            order="online over ascending tiles of a split, sums by halving; splits by halving",
+            rounding="(z - max) - log sum, float32",
+            constants=vocabulary,
+        ),
+        NumericContract(op="rms_norm", order="halving", rounding="float32 root and quotient, dtype, weight"),
+        NumericContract(op="silu_mul", order="none", rounding="dtype"),
+        NumericContract(op="rope", order="none", rounding="float32, dtype"),
+        NumericContract(
+            op="attention",
+            order="online over ascending tiles of a split from position 0, splits merged ascending",
+            rounding="weights to dtype before the product with values, quotient, dtype",
+            constants=(("tile", KV_TILE), ("split", KV_SPLIT), ("instruction", _INSTRUCTIONS[family])),
+        ),
+    ]
+    return {
+        "backend": "triton",
+        "version": 1,
+        "arch": arch,
+        "compiler": compiler,
+        "exp": "tl.exp",
+        "fp_fusion": False,
+        "ops": [asdict(op) for op in ops],
+    }

@@ -1,0 +1,331 @@
+"""Kernels of linear and matmul: K in segments, each an ascending chain, added by a tree in the source."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rzero.kernels.triton.contract import ROW_SEGMENT, chain_k
+from rzero.kernels.triton.devices import architecture, family, run
+from rzero.kernels.triton.language import column_halves_sum
+from rzero.kernels.triton.launch import FEW, Launch, options, product_launch
+
+__all__ = ["launch_column_sum", "launch_product"]
+
+
+@triton.jit
+def chain(
+    a_rows,
+    b_columns,
+    start,
+    stop,
+    stride_ak,
+    stride_bk,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Sum over k in [start, stop) from zero, in ascending steps; ``WHOLE`` says that no step is cut short.
+
+    ``a_rows`` are pointers [BLOCK_M, 1] to rows of a, ``b_columns`` [1, BLOCK_N] to columns of b.
+    """
+    acc = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    ks = tl.arange(0, BLOCK_K)
+    for step in range(start, stop, BLOCK_K):
+        k = step + ks
+        a_ptrs = a_rows + k[None, :] * stride_ak
+        b_ptrs = b_columns + k[:, None] * stride_bk
+        if WHOLE:
+            a = tl.load(a_ptrs)
+            b = tl.load(b_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=k[None, :] < stop, other=0.0)
+            b = tl.load(b_ptrs, mask=k[:, None] < stop, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def segment(
+    number,
+    a_rows,
+    b_columns,
+    depth,
+    stride_ak,
+    stride_bk,
+    SEGMENTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Segment ``number`` of the product; the last ones may be shorter, or empty."""
+    length = (depth + BLOCK_K * SEGMENTS - 1) // (BLOCK_K * SEGMENTS) * BLOCK_K
+    start = number * length
+    stop = tl.minimum(start + length, depth)
+    return chain(a_rows, b_columns, start, stop, stride_ak, stride_bk, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE)
+
+
+@triton.jit
+def product(
+    a_rows,
+    b_columns,
+    depth,
+    stride_ak,
+    stride_bk,
+    SEGMENTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) of the segments there are."""
+    acc = segment(
+        0, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+    )
+    if SEGMENTS >= 2:
+        acc += segment(
+            1, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+        )
+    if SEGMENTS >= 4:
+        pair = segment(
+            2, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+        )
+        pair += segment(
+            3, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+        )
+        acc += pair
+    if SEGMENTS >= 8:
+        left = segment(
+            4, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+        )
+        left += segment(
+            5, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+        )
+        right = segment(
+            6, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+        )
+        right += segment(
+            7, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+        )
+        acc += left + right
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def product_kernel(
+    a,
+    b,
+    bias,
+    out,
+    rows,
+    columns,
+    depth,
+    stride_az,
+    stride_am,
+    stride_ak,
+    stride_bz,
+    stride_bk,
+    stride_bn,
+    stride_oz,
+    stride_om,
+    SEGMENTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile of a @ b. ``SPLIT``: only segment program_id(1), to float32 [SEGMENTS, rows, columns].
+
+    ``ADD``: out += product, for float32 ``out``.
+    """
+    batch = tl.program_id(2).to(tl.int64)
+    # Programs that run together share rows and columns: eight row tiles, then the next column tile.
+    strip = 8 * ((columns + BLOCK_N - 1) // BLOCK_N)
+    top = tl.program_id(0) // strip * 8
+    height = tl.minimum((rows + BLOCK_M - 1) // BLOCK_M - top, 8)
+    within = tl.program_id(0) % strip
+    m = (top + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows and columns past the end repeat the first one, and are not stored.
+    a_rows = a + batch * stride_az + tl.where(m < rows, m, 0).to(tl.int64)[:, None] * stride_am
+    b_columns = b + batch * stride_bz + tl.where(n < columns, n, 0).to(tl.int64)[None, :] * stride_bn
+    stored = (m < rows)[:, None] & (n < columns)[None, :]
+    if SPLIT:
+        number = tl.program_id(1)
+        acc = segment(
+            number, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+        )
+        row = number.to(tl.int64) * rows + m
+        tl.store(out + row[:, None] * columns + n[None, :], acc, mask=stored)
+    else:
+        acc = product(
+            a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+        )
+        if BIAS:
+            acc += tl.load(bias + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+        places = out + batch * stride_oz + m.to(tl.int64)[:, None] * stride_om + n[None, :]
+        if ADD:
+            acc = tl.load(places, mask=stored, other=0.0) + acc
+        tl.store(places, acc.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def combine_kernel(
+    parts,
+    bias,
+    out,
+    rows,
+    columns,
+    stride_om,
+    SEGMENTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The tree of ``product`` over segments that lie in memory."""
+    row = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = n < columns
+    size = rows.to(tl.int64) * columns
+    first = parts + row.to(tl.int64) * columns + n
+    acc = tl.load(first, mask=here, other=0.0) + tl.load(first + size, mask=here, other=0.0)
+    if SEGMENTS >= 4:
+        acc += tl.load(first + 2 * size, mask=here, other=0.0) + tl.load(
+            first + 3 * size, mask=here, other=0.0
+        )
+    if SEGMENTS >= 8:
+        left = tl.load(first + 4 * size, mask=here, other=0.0) + tl.load(
+            first + 5 * size, mask=here, other=0.0
+        )
+        acc += left + (
+            tl.load(first + 6 * size, mask=here, other=0.0) + tl.load(first + 7 * size, mask=here, other=0.0)
+        )
+    if BIAS:
+        acc += tl.load(bias + n, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * stride_om + n, acc.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def column_sum_kernel(
+    x,
+    y,
+    scale,
+    out,
+    rows,
+    columns,
+    stride_x,
+    stride_y,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum over rows of x, or of x * (y * scale[row]): segments of ``ROWS`` by a tree, ascending."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.full([BLOCK], 0.0, tl.float32)
+    for start in range(0, rows, ROWS):
+        m = (start + tl.arange(0, ROWS)).to(tl.int64)
+        here = (m < rows)[:, None] & (n < columns)[None, :]
+        value = tl.load(x + m[:, None] * stride_x + n[None, :], mask=here, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            other = tl.load(y + m[:, None] * stride_y + n[None, :], mask=here, other=0.0).to(tl.float32)
+            value *= other * tl.load(scale + m, mask=m < rows, other=0.0)[:, None]
+        acc += column_halves_sum(value)
+    tl.store(out + n, acc.to(out.dtype.element_ty), mask=n < columns)
+
+
+def launch_product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    segments: int,
+    add: bool = False,
+    launch: Launch | None = None,
+    split: bool | None = None,
+) -> None:
+    """Write a @ b + bias into ``out``, or add it.
+
+    Args:
+        a: [Z, M, K], any strides.
+        b: [Z, K, N], any strides.
+        bias: [N] contiguous, or None.
+        out: [Z, M, N], its last stride 1.
+        segments: Of K: 1, 2, 4 or 8.
+        add: Add to ``out``, which is float32.
+        launch: Parameters; the tables' by default.
+        split: Segments as programs of their own; by default where Z is 1 and rows are few.
+    """
+    batch, rows, depth = a.shape
+    columns = b.shape[2]
+    chips = family(architecture(a.device))
+    launch = launch or product_launch(rows, columns, depth, a.dtype, chips)
+    if split is None:
+        split = batch == 1 and rows <= FEW
+    split = split and segments > 1 and not add
+    block_k = chain_k(a.dtype)
+    target = torch.empty(segments, rows, columns, dtype=torch.float32, device=a.device) if split else out
+    tiles = triton.cdiv(rows, launch.block_m) * triton.cdiv(columns, launch.block_n)
+    run(
+        product_kernel,
+        (tiles, segments if split else 1, batch),
+        a,
+        b,
+        bias,
+        target,
+        rows,
+        columns,
+        depth,
+        *a.stride(),
+        *b.stride(),
+        out.stride(0),
+        out.stride(1),
+        SEGMENTS=segments,
+        SPLIT=split,
+        ADD=add,
+        BIAS=bias is not None and not split,
+        WHOLE=depth % (block_k * segments) == 0,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=block_k,
+        **options(launch, chips),
+    )
+    if split:
+        block = 1024
+        run(
+            combine_kernel,
+            (rows, triton.cdiv(columns, block)),
+            target,
+            bias,
+            out,
+            rows,
+            columns,
+            out.stride(1),
+            SEGMENTS=segments,
+            BIAS=bias is not None,
+            BLOCK=block,
+        )
+
+
+def launch_column_sum(x: Tensor, out: Tensor, *, weight: tuple[Tensor, Tensor] | None = None) -> None:
+    """Write the sum over rows of x [M, N] into ``out`` [N]; with weight (y [M, N], s [M]) of x * (y * s)."""
+    y, scale = weight or (x, x)
+    block = 64
+    run(
+        column_sum_kernel,
+        (triton.cdiv(x.shape[1], block),),
+        x,
+        y,
+        scale,
+        out,
+        *x.shape,
+        x.stride(0),
+        y.stride(0),
+        WEIGHTED=weight is not None,
+        ROWS=ROW_SEGMENT,
+        BLOCK=block,
+    )
