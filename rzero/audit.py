@@ -4,7 +4,7 @@ Draws through the engine's own sampling path and recomputes with the trainer's m
 
     kernels, sampling law, weights   must agree, or the audit refuses: it would compare other things than
     execution token ids                        the engine's digests must hold over what came back
-    modules                          the first one whose output differs, layer by layer
+    modules and ops                  the first one whose output differs, layer by layer
     log-probabilities                counted token by token; a mean is never a verdict
 """
 
@@ -37,14 +37,17 @@ class AuditReport:
     Attributes:
         tokens: Sampled tokens that were compared.
         left_out: Sampled tokens that were not, because other weights drew them or their history.
-        mismatching: Compared tokens whose recorded and recomputed log-probabilities differ in any bit.
+        mismatching: Compared tokens whose recorded log-probability differs in any bit from one of those that
+            were recomputed: over whole rows, and with the keys and values of equal prompts computed once.
         max_abs: Largest |difference|, in nats.
         max_ulp: Largest distance in units in the last place of float32.
         kl: Mean of exp(d) - 1 - d over the compared tokens, d = recomputed - recorded: an estimate of the
             divergence between sampler and trainer, 0 only if every d is.
-        first_difference: The first module, in the order of computation, with an output row that differs; None
-            if there is none or the engine recorded nothing.
-        traced_modules: Number of modules compared.
+        first_difference: The first module or op, in the order of computation, with an output row that
+            differs: ``model.layers.0.self_attn:rope`` is rope in the attention of the first layer;
+            ``log_softmax`` stands for what follows equal logits. None if nothing differs or the engine
+            recorded nothing.
+        traced_modules: Number of modules and ops compared.
     """
 
     tokens: int
@@ -70,7 +73,7 @@ class AuditReport:
         where = f"; first difference in {self.first_difference}" if self.first_difference else ""
         return (
             f"{self.mismatching} of {self.tokens} tokens differ, max |delta| {self.max_abs:.3g}, "
-            f"max {self.max_ulp} ulp, {self.traced_modules} modules compared, "
+            f"max {self.max_ulp} ulp, {self.traced_modules} modules and ops compared, "
             f"{self.left_out} tokens left out{where}"
         )
 
@@ -89,6 +92,9 @@ def audit(
     log_softmax: Callable[[Tensor], Tensor] = lambda logits: torch.log_softmax(logits, dim=-1),
 ) -> AuditReport:
     """Compare an engine with a trainer's model, token by token and module by module.
+
+    The trainer's side is computed twice, over whole rows and with each prompt once for all its responses
+    (``prompt_length`` of ``causal_lm_log_probs``): a token must agree with both.
 
     Args:
         engine: Samples, through the very path that training data comes from.
@@ -180,7 +186,6 @@ def _draw(
     return [future.result() for future in futures]
 
 
-@torch.no_grad()
 def _compare(
     completions: Sequence[Completion],
     rows: Mapping[str, np.ndarray],
@@ -193,29 +198,39 @@ def _compare(
         torch.from_numpy(rows[name]) for name in ("token_ids", "cu_seqlens", "response_mask")
     )
     device = next(model.parameters()).device
-    with traced(model) as trace:
-        recomputed, _ = causal_lm_log_probs(
+
+    def recompute(prompt_length: Tensor | None) -> Tensor:
+        """As a learner does: with gradient, whose kernels may be others."""
+        log_probs, _ = causal_lm_log_probs(
             model,
             ids.to(device),
             cu_seqlens.to(device),
             mask.to(device),
             temperature=temperature,
+            prompt_length=prompt_length,
             log_softmax=log_softmax,
         )
-    recomputed = recomputed.cpu()[mask]
+        return log_probs.detach().cpu()[mask]
+
+    with traced(model) as trace:
+        whole = recompute(None)
+    shared = recompute(torch.tensor([len(c.request.prompt) for c in completions], device=device))
     recorded = torch.cat([c.behavior_log_probs for c in completions])
     # A token counts while it and all tokens before it in its response were drawn by the audited weights.
     counted = torch.cat([(c.policy_version == version).long().cumprod(0).bool() for c in completions])
-    delta = (recomputed - recorded)[counted].double()
-    ulp = (_ordered(recomputed) - _ordered(recorded))[counted].abs()
+    recomputed = torch.stack([whole, shared])[:, counted]
+    delta = (recomputed - recorded[counted]).double()
+    ulp = (_ordered(recomputed) - _ordered(recorded[counted])).abs()
     first, compared = _first_difference(completions, trace, counted)
+    if first is None and compared and bool(ulp[0].any()):
+        first = "log_softmax"
     return AuditReport(
         tokens=int(counted.sum()),
         left_out=int((~counted).sum()),
-        mismatching=int((ulp != 0).sum()),
-        max_abs=float(delta.abs().max()) if len(delta) else 0.0,
-        max_ulp=int(ulp.max()) if len(ulp) else 0,
-        kl=float((delta.expm1() - delta).mean()) if len(delta) else 0.0,
+        mismatching=int((ulp != 0).any(0).sum()),
+        max_abs=float(delta.abs().max()) if delta.numel() else 0.0,
+        max_ulp=int(ulp.max()) if ulp.numel() else 0,
+        kl=float((delta.expm1() - delta).mean()) if delta.numel() else 0.0,
         first_difference=first,
         traced_modules=compared,
     )
@@ -224,18 +239,19 @@ def _compare(
 def _first_difference(
     completions: Sequence[Completion], trace: Mapping[str, Tensor], counted: Tensor
 ) -> tuple[str | None, int]:
-    """The first module whose output differs in a counted row, and how many modules were compared."""
+    """The first module or op whose output differs in a counted row, and how many were compared."""
+    count = len(completions)
     shared = [
         name
         for name, rows in trace.items()
-        if len(rows) == len(completions) and all(name in c.trace for c in completions)
+        if len(rows) in (1, count) and all(name in c.trace for c in completions)
     ]
     for name in shared:
         theirs = torch.cat([c.trace[name] for c in completions])
         ours = torch.cat(
             [
                 row[len(c.request.prompt) - 1 : len(c.request.prompt) - 1 + len(c.response)]
-                for row, c in zip(trace[name].cpu(), completions, strict=True)
+                for row, c in zip(trace[name].cpu().expand(count, -1), completions, strict=True)
             ]
         )
         if not torch.equal(theirs[counted], ours[counted]):

@@ -1,18 +1,20 @@
+import threading
+
 import pytest
 import torch
 
 from rzero.audit import AuditRefused, audit
 from rzero.collectors import named_weights, weight_digests
 from rzero.collectors.tracing import row_checksums, traced
-from rzero.kernels import align, kernel_fingerprint, log_softmax
+from rzero.kernels import align, huggingface, kernel_fingerprint, log_softmax
 from tests.collectors.conftest import llama, make_engine  # noqa: F401  (a fixture)
 
 PROMPTS = [[1, *range(3, 4 + i % 7), 5] for i in range(24)]
 EXACT = {"kernel_fingerprint": kernel_fingerprint(), "log_softmax": log_softmax}
 
 
-def aligned(seed=0):
-    model = llama(seed)
+def aligned(seed=0, **settings):
+    model = llama(seed, **settings)
     align(model)
     return model
 
@@ -47,29 +49,123 @@ def test_native_kernels_do_not(make_engine):  # noqa: F811
     assert report.first_difference is not None
 
 
+F = torch.nn.functional
+
+
+def torchs_rope(x, cosines, sines):
+    half = x.shape[-1] // 2
+    cosines, sines = cosines[..., :half].bfloat16().float(), sines[..., half:].bfloat16().float()
+    a, b = x.split(half, -1)
+    return torch.cat([a * cosines - b * sines, b * cosines + a * sines], -1)
+
+
+# What a user would write with torch. Native rope has the same bits as ours, so it gets tables of bfloat16,
+# a fault that models in half precision have.
+TORCHS_OWN = {
+    "linear": F.linear,
+    "linear_joined": lambda x, weights, biases: torch.cat(
+        [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], -1
+    ),
+    "gated_mlp": lambda x, gate, up, down: F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down),
+    "silu_mul": lambda gate, up: F.silu(gate) * up,
+    "rms_norm": lambda x, weight, *, eps: F.rms_norm(x, x.shape[-1:], weight, eps),
+    "rope_table": lambda frequencies, *, length, scaling: (
+        torch.outer(torch.arange(length), frequencies).repeat(1, 2).cos() * scaling,
+        (torch.outer(torch.arange(length), frequencies).sin() * scaling).repeat(1, 2)
+        * torch.tensor([-1.0, 1.0]).repeat_interleave(len(frequencies)),
+    ),
+    "rope": torchs_rope,
+    "attention": lambda q, k, v, *, scale, mask, rounded_kv: F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1, scale=scale, enable_gqa=True
+    ),
+}
+FIRST = {
+    "linear": "model.layers.0.self_attn.o_proj:linear",
+    "linear_joined": "model.layers.0.self_attn:linear_joined",
+    "gated_mlp": "model.layers.0.mlp:gated_mlp",
+    "silu_mul": "model.layers.0.mlp:silu_mul",
+    "rms_norm": "model.layers.0.input_layernorm:rms_norm",
+    "rope_table": "model.rotary_emb:rope_table",
+    "rope": "model.layers.0.self_attn:rope",
+    "attention": "model.layers.0.self_attn:attention",
+}
+
+
+@pytest.mark.parametrize("op", TORCHS_OWN)
+def test_one_op_of_torchs_own_in_the_sampler_is_named(make_engine, monkeypatch, op):  # noqa: F811
+    """The negative control of each op: the engine's thread computes it with torch, the trainer does not."""
+    ours = getattr(huggingface, op)
+
+    def by_thread(*args, **kwargs):
+        sampling = threading.current_thread() is engine._thread
+        return (TORCHS_OWN[op] if sampling else ours)(*args, **kwargs)
+
+    settings = {"mlp_bias": True} if op == "silu_mul" else {}  # without biases silu_mul is part of gated_mlp
+    engine = make_engine(aligned(**settings), max_slots=7, **EXACT)
+    monkeypatch.setattr(huggingface, op, by_thread)
+    report = run(engine, aligned(**settings))
+    assert not report.exact and report.mismatching > 0
+    assert report.first_difference == FIRST[op]
+    assert f"first difference in {FIRST[op]}" in str(report)
+    monkeypatch.setattr(huggingface, op, ours)
+    assert run(make_engine(aligned(**settings), max_slots=7, **EXACT), aligned(**settings)).exact
+
+
 @pytest.mark.parametrize(
-    "name", ["model.layers.0.self_attn.o_proj", "model.layers.1.mlp", "model.norm", "lm_head"]
+    "name", ["model.layers.1.self_attn.o_proj", "model.layers.1.mlp", "model.norm", "lm_head"]
 )
-def test_one_operation_of_torchs_own_is_named(make_engine, name):  # noqa: F811
-    """The negative control: a single module of the sampler computes with torch's kernels."""
+def test_one_module_of_torchs_own_is_named(make_engine, name):  # noqa: F811
+    """A single module of the sampler computes with torch's kernels: the layer is named too."""
     model = aligned()
-    module = model.get_submodule(name)
-    del module.forward  # the aligned forward is an instance attribute; the class's own is torch's
+    del model.get_submodule(name).forward  # the aligned forward is an instance attribute, torch's the class's
     report = run(make_engine(model, max_slots=7, **EXACT), aligned())
-    assert not report.exact
-    assert report.first_difference is not None
-    assert report.first_difference.startswith(name)
+    assert not report.exact and report.first_difference == name
 
 
-def test_a_difference_behind_the_modules_is_counted(make_engine):  # noqa: F811
-    own = {
-        "kernel_fingerprint": EXACT["kernel_fingerprint"],
-        "log_softmax": lambda x: log_softmax(x * (1 + 1e-6)),
-    }
+@pytest.mark.parametrize("factor", [None, 1 + 1e-6])
+def test_torchs_own_log_softmax_is_named(make_engine, factor):  # noqa: F811
+    def log_softmax_of_engine(x):
+        return torch.log_softmax(x, -1) if factor is None else log_softmax(x * factor)
+
+    own = {"kernel_fingerprint": EXACT["kernel_fingerprint"], "log_softmax": log_softmax_of_engine}
     report = run(make_engine(aligned(), **own), aligned())
-    assert report.first_difference is None
+    assert report.first_difference == "log_softmax"
     assert not report.exact
-    assert report.mismatching > report.tokens // 2
+    assert report.mismatching > (0 if factor is None else report.tokens // 2)
+
+
+def test_auditing_takes_the_steps_that_sampling_takes(make_engine, monkeypatch):  # noqa: F811
+    """Tracing must not change which ops run: an audit of other kernels than those of training is none."""
+    calls = []
+    for op in TORCHS_OWN:
+        ours = getattr(huggingface, op)
+        monkeypatch.setattr(
+            huggingface,
+            op,
+            lambda *args, op=op, ours=ours, **kwargs: calls.append(op) or ours(*args, **kwargs),
+        )
+    model, ids = aligned(), torch.tensor([[1, 4, 5]])
+    model(input_ids=ids)
+    plain = calls.copy()
+    calls.clear()
+    with traced(model) as trace:
+        model(input_ids=ids)
+    # The table of rope is made once.
+    assert calls == [op for op in plain if op != "rope_table"] and "gated_mlp" in calls
+    assert {name.split(":")[1] for name in trace if ":" in name} == {*calls, "rope_table"}
+
+
+def test_a_learner_that_computes_prompts_once_is_compared_too(make_engine, monkeypatch):  # noqa: F811
+    """Other kernels for cached keys on the learner's side alone, which whole rows do not use."""
+    ours = huggingface.round_kv
+
+    def by_thread(x):
+        return ours(x) if threading.current_thread() is engine._thread else ours(x).bfloat16().float()
+
+    engine = make_engine(aligned(), **EXACT)
+    monkeypatch.setattr(huggingface, "round_kv", by_thread)
+    report = run(engine, aligned())
+    assert not report.exact and report.mismatching > 0 and report.first_difference is None
 
 
 def test_what_disagrees_is_refused_and_named(make_engine):  # noqa: F811

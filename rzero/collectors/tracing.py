@@ -34,25 +34,37 @@ def row_checksums(tensor: Tensor) -> Tensor:
     return splitmix64(words ^ splitmix64(index)).sum(-1)
 
 
+class _Observer:
+    """A forward hook of one module; aligned modules also hand it what their ops put out, as these run."""
+
+    def __init__(self, trace: dict[str, Tensor], name: str) -> None:
+        self._trace, self._name = trace, name
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, Tensor) and first.ndim == 3:
+            self._trace[self._name] = row_checksums(first)
+
+    def observe(self, op: str, rows: Tensor) -> None:
+        """Record [n, t, ...], the output of ``op`` inside of the module."""
+        self._trace[f"{self._name}:{op}"] = row_checksums(rows.flatten(2))
+
+
 @contextmanager
 def traced(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record the outputs of all modules of a model while the block runs one forward.
+    """Record the outputs of all modules of a model, and of the ops in them, while the block runs one forward.
+
+    The computation stays what it is: modules of which an op runs several at once are recorded as that op.
 
     Yields:
-        Filled during the forward, in the order in which modules finish: module name to int64 [n, t] checksums
-        of its output rows, for every module whose (first) output is a tensor [n, t, K].
+        Filled during the forward, in the order of computation: module name, or ``module name:op`` for the ops
+        that an aligned module names (rzero.kernels.align), to int64 [n, t] checksums of the rows of its
+        output. Modules are recorded if their (first) output is a tensor [n, t, K].
     """
     trace: dict[str, Tensor] = {}
-
-    def record(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(first, Tensor) and first.ndim == 3:
-                trace[name] = row_checksums(first)
-
-        return hook
-
-    handles = [module.register_forward_hook(record(name)) for name, module in model.named_modules() if name]
+    handles = [
+        module.register_forward_hook(_Observer(trace, name)) for name, module in model.named_modules() if name
+    ]
     try:
         yield trace
     finally:

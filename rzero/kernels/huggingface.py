@@ -70,12 +70,20 @@ def _kind(module: nn.Module) -> str | None:
     return None
 
 
+def _observed(module: nn.Module, op: str, output: Tensor) -> Tensor:
+    """``output`` [n, t, ...] of ``op``, shown to those forward hooks of ``module`` that observe its ops."""
+    for hook in module._forward_hooks.values():
+        if hasattr(hook, "observe"):
+            hook.observe(op, output)  # type: ignore[attr-defined]
+    return output
+
+
 def _linear_forward(self: Any, input: Tensor) -> Tensor:
-    return linear(input, self.weight, self.bias)
+    return _observed(self, "linear", linear(input, self.weight, self.bias))
 
 
 def _rms_norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    return rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
+    return _observed(self, "rms_norm", rms_norm(hidden_states, self.weight, eps=self.variance_epsilon))
 
 
 def _rotary_forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,14 +94,16 @@ def _rotary_forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor,
         length = max(256, 1 << (needed - 1).bit_length())
         cosines, sines = rope_table(self.inv_freq, length=length, scaling=self.attention_scaling)
         self.__dict__["rzero_table"] = (self.inv_freq.clone(), cosines, sines)
-    return cosines[position_ids], sines[position_ids]
+    cosines, sines = cosines[position_ids], sines[position_ids]
+    _observed(self, "rope_table", torch.cat([cosines, sines], -1))
+    return cosines, sines
 
 
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     parts = (self.gate_proj, self.up_proj, self.down_proj)
     if all(map(_is_plain, parts)) and not any(part.bias is not None for part in parts):
-        return gated_mlp(x, *(part.weight for part in parts))
-    return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+        return _observed(self, "gated_mlp", gated_mlp(x, *(part.weight for part in parts)))
+    return self.down_proj(_observed(self, "silu_mul", silu_mul(self.gate_proj(x), self.up_proj(x))))
 
 
 def _attention_forward(
@@ -108,7 +118,8 @@ def _attention_forward(
     parts = (self.q_proj, self.k_proj, self.v_proj)
     if all(map(_is_plain, parts)):
         weights, biases = tuple(part.weight for part in parts), tuple(part.bias for part in parts)
-        heads = linear_joined(hidden_states, weights, biases).unflatten(-1, (-1, self.head_dim))
+        heads = _observed(self, "linear_joined", linear_joined(hidden_states, weights, biases))
+        heads = heads.unflatten(-1, (-1, self.head_dim))
     else:
         heads = torch.cat([part(hidden_states) for part in parts], -1).unflatten(-1, (-1, self.head_dim))
     groups = heads.shape[2] // (self.num_key_value_groups + 2)
@@ -116,7 +127,8 @@ def _attention_forward(
     if hasattr(self, "q_norm"):
         query, key = turned[:, :, :-groups], turned[:, :, -groups:]
         turned = torch.cat([self.q_norm(query), self.k_norm(key)], 2)
-    turned = rope(turned, *(table[:, :, None] for table in position_embeddings)).transpose(1, 2)
+    turned = _observed(self, "rope", rope(turned, *(table[:, :, None] for table in position_embeddings)))
+    turned = turned.transpose(1, 2)
     query, key, value = turned[:, :-groups], turned[:, -groups:], value.transpose(1, 2)
     if past_key_values is not None:
         both = round_kv(torch.cat([key, value], 1))
@@ -138,7 +150,7 @@ def _attention_forward(
         rounded_kv=past_key_values is not None,
         **kwargs,
     )
-    return self.o_proj(out.flatten(2)), weights
+    return self.o_proj(_observed(self, "attention", out).flatten(2)), weights
 
 
 def attention_function(
@@ -181,14 +193,15 @@ def attention_function(
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether calling the module does no more than our linear: no hooks, and nobody replaced its forward."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return not any(hooks) and getattr(module.__dict__.get("forward"), "__func__", None) is _linear_forward
+    """Whether calling the module does no more than our linear: no hooks, and nobody replaced its forward.
+
+    Hooks that observe do not count: they are shown the op that is taken instead of the module.
+    """
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    if not all(hasattr(hook, "observe") for hook in module._forward_hooks.values()):
+        return False
+    return getattr(module.__dict__.get("forward"), "__func__", None) is _linear_forward
 
 
 _FORWARDS: dict[str, Forward] = {
