@@ -115,7 +115,7 @@ def _replacements() -> list[tuple[Any, tuple[str, ...], Any]]:
 
 
 def _load_model(original: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's own, which refuses what is not supported and says what was aligned."""
+    """The original, which also refuses what is not supported and says what was aligned."""
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported_config(self.vllm_config)

@@ -183,7 +183,7 @@ class PagedBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """vLLM's name for backends that it does not bring."""
+        """What vLLM calls backends that it does not bring."""
         return "CUSTOM"
 
     @staticmethod

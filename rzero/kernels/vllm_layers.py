@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from einops import rearrange
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -75,7 +73,7 @@ def log_probs(logits: Tensor) -> Tensor:
 
 
 def sampler_forward(original: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Any]:
-    """vLLM's own way of drawing, with our log-probabilities of the distribution drawn from."""
+    """The original way of drawing, with our log-probabilities of the distribution drawn from."""
 
     def forward(
         self: Any, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None
