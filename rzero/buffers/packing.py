@@ -13,6 +13,9 @@ from rzero.buffers.digest import PROVENANCE_FIELDS, digest_rows
 from rzero.buffers.records import DTYPES, ROW_FIELDS, TOKEN_FIELDS, Rollout, check_layout, check_rows
 
 _INT32_MAX = torch.iinfo(torch.int32).max
+_INTEGERS = [name for name in ROW_FIELDS if name != "reward"]
+_NARROW = {name for name in _INTEGERS if ROW_FIELDS[name] is not torch.int64}
+_NUMPY_DTYPES = {name: torch.empty((), dtype=dtype).numpy().dtype for name, dtype in ROW_FIELDS.items()}
 
 
 class PackedBatch(TensorClass["nocast"]):
@@ -89,7 +92,7 @@ def pack(rollouts: Sequence[Rollout]) -> PackedBatch:
         rollouts: at least one response.
 
     Returns:
-        A batch that owns its memory.
+        A batch on the CPU that owns its memory.
 
     Raises:
         ValueError: if there is no response.
@@ -100,7 +103,7 @@ def pack(rollouts: Sequence[Rollout]) -> PackedBatch:
         if not isinstance(rollout, Rollout):
             raise TypeError(f"pack: rollouts must hold Rollouts, got {type(rollout).__name__}")
         records.append(dict(rollout.items()))
-    return _pack(records, "pack")
+    return _batch(gather(records, caller="pack"))
 
 
 def pack_fields(responses: Sequence[Mapping[str, Any]]) -> PackedBatch:
@@ -114,34 +117,84 @@ def pack_fields(responses: Sequence[Mapping[str, Any]]) -> PackedBatch:
             ``extras``, a mapping of further token fields.
 
     Returns:
-        A batch that owns its memory.
+        A batch on the CPU that owns its memory.
 
     Raises:
-        ValueError: if there is no response, or a field has another shape.
-        TypeError: if a field is missing or a tensor has another dtype.
+        ValueError: if there is no response, a field has another shape, or its dtype cannot hold a number.
+        TypeError: if a field is missing or has another dtype.
     """
-    return _pack(responses, "pack_fields")
+    return _batch(gather(responses, caller="pack_fields"))
 
 
-def _pack(records: Sequence[Mapping[str, Any]], caller: str) -> PackedBatch:
+def gather(records: Sequence[Mapping[str, Any]], *, caller: str) -> dict[str, Any]:
+    """Lay responses end to end as plain arrays, without rounding, wrapping or promoting anything.
+
+    Args:
+        records: see `pack_fields`.
+        caller: the name that a message begins with.
+
+    Returns:
+        The fields of `PackedBatch` as new arrays; ``cu_seqlens`` int64, ``extras`` a dict.
+    """
     if len(records) == 0:
         raise ValueError(f"{caller}: must have at least one response, got none")
-    fields: dict[str, Any] = {}
     try:
-        for name in TOKEN_FIELDS:
-            fields[name] = torch.cat([record[name] for record in records])
-        fields["digest"] = torch.stack([record["digest"] for record in records])
-        for name, dtype in ROW_FIELDS.items():
-            values = [record[name] for record in records]
-            is_tensor = isinstance(values[0], Tensor)
-            fields[name] = torch.stack(values) if is_tensor else torch.tensor(values, dtype=dtype)
+        lengths = [record["token_ids"].numel() for record in records]
+        fields: dict[str, Any] = {
+            name: _column([record[name] for record in records], name, lengths, caller)
+            for name in TOKEN_FIELDS
+        }
+        fields["extras"] = {
+            name: _column([record["extras"][name] for record in records], name, lengths, caller)
+            for name in records[0].get("extras") or ()
+        }
+        fields["digest"] = torch.stack([record["digest"] for record in records]).cpu().numpy()
+        for names, kinds in ((_INTEGERS, "iu"), (("reward",), "iuf")):
+            fields |= _numbers([[record[name] for name in names] for record in records], names, kinds, caller)
     except KeyError as error:
         raise TypeError(f"{caller}: every response must have the field {error}, got one without") from None
-    fields["cu_seqlens"] = offsets([len(record["token_ids"]) for record in records])
-    if extras := records[0].get("extras"):
-        found = {name: torch.cat([record["extras"][name] for record in records]) for name in extras}
-        fields["extras"] = TensorDict(cast(Any, found), batch_size=[len(fields["token_ids"])])
-    return PackedBatch(**fields)
+    fields["cu_seqlens"] = np.zeros(len(records) + 1, np.int64)
+    np.cumsum(lengths, out=fields["cu_seqlens"][1:])
+    return fields
+
+
+def _column(values: list[Tensor], name: str, lengths: list[int], caller: str) -> np.ndarray:
+    """Join one token field of all responses, without letting torch promote a dtype."""
+    dtype = TOKEN_FIELDS.get(name, values[0].dtype)
+    if any(value.dtype is not dtype for value in values):
+        raise TypeError(f"{caller}: {name} must have dtype {dtype}, got {[value.dtype for value in values]}")
+    if list(map(torch.numel, values)) != lengths:
+        raise ValueError(f"{caller}: {name} must have {lengths} tokens, got {list(map(torch.numel, values))}")
+    column = torch.cat(values)
+    if column.ndim != 1:
+        raise ValueError(f"{caller}: {name} must have shape [T], got {tuple(values[0].shape)}")
+    return column.detach().cpu().numpy()
+
+
+def _numbers(table: list[list[Any]], names: Sequence[str], kinds: str, caller: str) -> dict[str, np.ndarray]:
+    """Turn row fields, one line of the table a response, into arrays."""
+    for name, value in zip(names, table[0], strict=True):
+        if isinstance(value, Tensor) and (value.dtype is not ROW_FIELDS[name] or value.ndim):
+            raise TypeError(f"{caller}: {name} must be a {ROW_FIELDS[name]} number, got {value!r:.80}")
+    numbers = np.array(table)
+    if numbers.dtype.kind not in kinds or numbers.ndim != 2:
+        raise TypeError(f"{caller}: {', '.join(names)} must be numbers of kind {kinds}, got {table[0]}")
+    columns = {}
+    for name, column in zip(names, numbers.T, strict=True):
+        columns[name] = column.astype(_NUMPY_DTYPES[name])
+        if name in _NARROW and np.count_nonzero(columns[name] != column):
+            raise ValueError(f"{caller}: {name} must fit {ROW_FIELDS[name]}, got {column.tolist()}")
+    return columns
+
+
+def _batch(fields: dict[str, Any]) -> PackedBatch:
+    tensors = {name: torch.from_numpy(fields[name]) for name in (*TOKEN_FIELDS, *ROW_FIELDS, "digest")}
+    extras = {name: torch.from_numpy(column) for name, column in fields["extras"].items()}
+    return PackedBatch(
+        **tensors,
+        cu_seqlens=offsets(np.diff(fields["cu_seqlens"])),
+        extras=TensorDict(cast(Any, extras), batch_size=[len(fields["token_ids"])]) if extras else None,
+    )
 
 
 def unpack(batch: PackedBatch) -> list[Rollout]:

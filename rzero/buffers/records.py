@@ -20,6 +20,8 @@ class FinishCode(IntEnum):
     ABORT = 2
 
 
+_ABORT, _LAST_CODE = int(FinishCode.ABORT), int(max(FinishCode))  # numpy compares plain numbers faster.
+
 TOKEN_FIELDS = {
     "token_ids": torch.int32,
     "behavior_log_probs": torch.float32,
@@ -217,7 +219,7 @@ def check_rows(columns: Mapping[str, np.ndarray], rows: Any, cu_seqlens: np.ndar
         "be the number of tokens less prompt_length",
     )
     reject(~np.isfinite(rows["reward"]), "reward", "be finite")
-    reject(rows["finish_code"].view(np.uint8) > max(FinishCode), "finish_code", "be a FinishCode, 0 to 2")
+    reject(rows["finish_code"].view(np.uint8) > _LAST_CODE, "finish_code", "be a FinishCode, 0 to 2")
     reject(rows["t_first_ns"] < rows["t_submit_ns"], "t_first_ns", "not precede t_submit_ns")
     reject(rows["t_done_ns"] < rows["t_first_ns"], "t_done_ns", "not precede t_first_ns")
     _check_tokens(columns, rows, cu_seqlens, caller)
@@ -251,14 +253,14 @@ def _check_tokens(columns: Mapping[str, np.ndarray], rows: Any, cu_seqlens: np.n
     reject(log_probs == -np.inf, "behavior_log_probs", "be finite")
     reject((version >= 0) != mask, "policy_version", "be >= 0 where response_mask is True and -1 elsewhere")
     reject(version < -1, "policy_version", "be -1 where response_mask is False")
-    sampled = np.zeros(len(mask) + 1, np.int64)
-    np.cumsum(mask, out=sampled[1:])
-    at_start, at_end = sampled[cu_seqlens[:-1]], sampled[cu_seqlens[1:]]
-    in_prompt = sampled[cu_seqlens[:-1] + rows["prompt_length"]] > at_start
+    starts = cu_seqlens[:-1]
+    spans = np.stack((starts, starts + rows["prompt_length"]), axis=1).reshape(-1)
+    spans = spans[spans < len(mask)]  # The last response may be empty.
+    in_prompt = np.logical_or.reduceat(mask, spans)[::2]
     if np.count_nonzero(in_prompt):
         uid = rows["uid"][in_prompt.argmax()]
         raise ValueError(f"{caller}: response_mask must be False on the prompt, got True in uid {uid}")
-    unsampled = (at_end == at_start) & (rows["finish_code"] != FinishCode.ABORT)
+    unsampled = ~np.logical_or.reduceat(mask, starts) & (rows["finish_code"] != _ABORT)
     if np.count_nonzero(unsampled):
         uid = rows["uid"][unsampled.argmax()]
         raise ValueError(f"{caller}: response_mask must be True somewhere unless aborted, got uid {uid}")

@@ -55,7 +55,7 @@ class TokenLogStorage(Storage):
         self,
         max_size: int | None = None,
         *,
-        chunk_tokens: int = 1 << 18,
+        chunk_tokens: int = 1 << 19,
         path: str | Path | None = None,
         extra_fields: Mapping[str, torch.dtype] | None = None,
         sync: bool = False,

@@ -275,7 +275,7 @@ class Store:
         return {"columns": self._columns(), "group_size": self.ledger.group_size}
 
     def _check_contexts(self, rows: np.ndarray) -> None:
-        for context_id in np.unique(rows["context_id"]).tolist() if len(self.contexts) else ():
+        for context_id in set(rows["context_id"].tolist()) if len(self.contexts) else ():
             if context_id not in self.contexts:
                 raise ValueError(f"extend: context_id must be interned in contexts, got {context_id}")
 

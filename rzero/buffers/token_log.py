@@ -164,22 +164,24 @@ class TokenLog:
 
     def _map(self, chunk: int, *, create: bool) -> dict[str, np.ndarray]:
         path = self.path(chunk)
-        if path is None:
-            return {name: np.empty(self.chunk_tokens, dtype) for name, dtype in self.fields.items()}
+        # One piece of memory for all columns: numpy then asks for huge pages, which cost fewer page faults.
+        memory = np.empty(self._chunk_bytes, np.uint8) if path is None else self._open_file(path, create)
+        columns, offset = {}, 0
+        for name, dtype in self.fields.items():
+            columns[name] = np.frombuffer(memory, dtype, self.chunk_tokens, offset)
+            offset += self.chunk_tokens * dtype.itemsize
+        return columns
+
+    def _open_file(self, path: Path, create: bool) -> mmap.mmap:
         file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
         try:
             if create:
                 # Reserved now, so that a full disk is an error here and not a fatal signal at a later write.
                 os.posix_fallocate(file, 0, self._chunk_bytes)
-            mapped = mmap.mmap(file, self._chunk_bytes)
+            return mmap.mmap(file, self._chunk_bytes)
         except OSError:
             if create:
                 path.unlink()
             raise
         finally:
             os.close(file)
-        columns, offset = {}, 0
-        for name, dtype in self.fields.items():
-            columns[name] = np.frombuffer(mapped, dtype, self.chunk_tokens, offset)
-            offset += self.chunk_tokens * dtype.itemsize
-        return columns
