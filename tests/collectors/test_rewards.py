@@ -10,7 +10,7 @@ import traceback
 
 import pytest
 
-from rzero.collectors import GroupFailed, SingleTurn, strict
+from rzero.collectors import GroupFailed, Prompt, SingleTurn, strict
 from rzero.collectors.watchdog import Watchdog
 from tests.collectors.conftest import llama
 from tests.collectors.test_collector import GROUP, length_reward, make_collector, train
@@ -108,6 +108,28 @@ def test_async_rewards_wait_side_by_side(make_engine):
     collector.shutdown()
 
 
+@pytest.mark.parametrize("end", ["timeout", "close"])
+def test_a_coroutine_that_is_not_waited_for_any_more_is_cancelled(end):
+    began, left = threading.Event(), threading.Event()
+
+    async def reward(prompt, responses):
+        began.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            left.set()
+
+    calls = SingleTurn(reward, timeout=0.1 if end == "timeout" else 600)
+    future = calls.rewards(Prompt(prompt_id=7, token_ids=(1,), problem=None), [])
+    assert began.wait(30)
+    if end == "timeout":
+        assert isinstance(future.exception(timeout=30), GroupFailed)
+    else:
+        calls.close()
+    assert left.wait(30)
+    calls.close()
+
+
 def explode(prompt, responses):
     if prompt.prompt_id == HANGING:
         raise ZeroDivisionError("the verifier broke down")
@@ -182,7 +204,7 @@ def test_a_hung_thread_does_not_keep_the_process(tmp_path):
     ("rewards", "message"),
     [
         ([1.0], "reward_fn must return 4 rewards, got 1"),
-        ([1.0, 2.0, float("nan"), 0.0], r"reward_fn must return finite rewards, got \[1.0, 2.0, nan, 0.0\]"),
+        ([1.0, 2.0, float("nan"), 3.0], r"reward_fn must return finite rewards, got \[1.0, 2.0, nan, 3.0\]"),
         ([1.0, 2.0, 3.0, "good"], "could not convert string to float"),
     ],
 )
