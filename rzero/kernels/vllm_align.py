@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rzero.kernels import vllm_layers
 from rzero.kernels.contract import kernel_fingerprint
-from rzero.kernels.dispatch import backend_of
+from rzero.kernels.dispatch import backend_of, forget_weights
 from rzero.kernels.vllm_checks import refuse_unsupported_config, refuse_unsupported_model
 
 __all__ = ["VLLM_VERSIONS", "align_vllm", "aligned_kernels"]
@@ -111,7 +111,21 @@ def _replacements() -> list[tuple[Any, tuple[str, ...], Any]]:
             classmethod(lambda cls, *args, **kwargs: ATTENTION),
         ),
         (Worker, ("load_model",), _load_model(Worker.load_model)),
+        *(
+            (Worker, (name,), _forgetting(getattr(Worker, name)))
+            for name in ("reload_weights", "finish_weight_update")
+        ),
     ]
+
+
+def _forgetting(original: Callable[..., None]) -> Callable[..., None]:
+    """The original way of new weights in, after which no rounded copy of old ones is used."""
+
+    def load(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        forget_weights(self.model_runner.get_model().parameters())
+
+    return load
 
 
 def _load_model(original: Callable[..., None]) -> Callable[..., None]:
@@ -123,6 +137,7 @@ def _load_model(original: Callable[..., None]) -> Callable[..., None]:
         model = self.model_runner.get_model()
         kinds = refuse_unsupported_model(model)
         vllm_layers.give_rotary_tables(model, self.vllm_config.model_config)
+        model.rzero_kernels = kernel_fingerprint()
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         print(
             f"rzero: {type(model).__name__} under vLLM {vllm.__version__} computes with "

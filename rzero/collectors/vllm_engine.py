@@ -1,0 +1,461 @@
+"""VLLM as a ``GenerationEngine``: evidence of every token, versions from vLLM's own weight-version spans.
+
+    pending --slot free--> vLLM (waiting, prefill, decode, preempted) --end token, length, abort--> completion
+
+The engine's thread steps vLLM; between two steps lies the token boundary at which it pauses, swaps weights,
+aborts and takes in new requests. Importing this file needs no vLLM; making an engine does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from rzero.buffers import FinishCode, SamplingContext
+from rzero.collectors.engine import (
+    Clock,
+    Completion,
+    EngineError,
+    EngineLost,
+    GenerationRequest,
+    InFlightPolicy,
+    packed_rows,
+    row_digests,
+)
+
+if TYPE_CHECKING:
+    from rzero.collectors.vllm_core import VLLMCore
+
+WARM_UP_TOKENS = 4
+MIN_TEMPERATURE = 0.01  # vLLM draws from another distribution below
+FINISH_CODES = {"stop": FinishCode.STOP, "length": FinishCode.LENGTH, "abort": FinishCode.ABORT}
+
+
+@dataclass(slots=True)
+class _Slot:
+    request: GenerationRequest
+    future: Future[Completion]
+    t_submit_ns: int
+    internal_name: str = ""
+    t_first_ns: int = 0
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
+_Finished = tuple[_Slot, FinishCode, Tensor]  # with the versions of its tokens, int32 [R]
+
+
+class VLLMEngine:
+    """Samples with vLLM in a thread of its own.
+
+    The recorded log-probability is vLLM's ``processed_logprobs`` of exactly the sampled token: of the
+    distribution after the temperature, over the whole vocabulary. The prefix cache is on, and no response
+    that starts after a swap sees keys or values of older weights.
+
+    Args:
+        model: Folder of a Hugging Face model; for ``kernels`` other than native a Llama, Qwen2 or Qwen3.
+        eos_token_ids: Tokens that end a response.
+        temperature: At least 0.01.
+        max_slots: Responses sampled at the same time; more wait their turn.
+        version: Version of the weights in the folder; -1 reads none and waits for the first ones.
+        tokenizer_digest: Names the tokenizer in the sampling context.
+        kernels: ``exact`` or ``triton`` puts rzero's kernels under vLLM, which gives every token the bits
+            that the aligned trainer computes; ``native`` leaves vLLM as it is.
+        in_flight: What a swap does to responses that are half sampled.
+        own_process: Run vLLM's engine core in a process of its own, as vLLM does by default; the program's
+            main file then needs ``if __name__ == "__main__"``. False runs it in this process.
+        transfer: The way of new weights: ``shared_memory`` of this machine, or vLLM's own ``nccl`` from a GPU
+            of this process to other GPUs.
+        engine_args: More of vLLM's ``EngineArgs`` by name, e.g. ``max_model_len``,
+            ``max_num_batched_tokens``, ``kv_cache_memory_bytes``, ``tensor_parallel_size``.
+
+    Raises:
+        ImportError: If vLLM is not installed.
+        ValueError: If an argument is out of range, or an option of vLLM does not go with ``kernels``.
+        EngineError: If vLLM came up with other kernels than asked for.
+
+    Example:
+        See ``docs/vllm.md`` and ``tests/vllm/test_vllm_engine.py``.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        eos_token_ids: tuple[int, ...],
+        temperature: float = 1.0,
+        max_slots: int = 256,
+        version: int = 0,
+        tokenizer_digest: str = "unknown",
+        kernels: Literal["native", "exact", "triton"] = "native",
+        in_flight: InFlightPolicy = InFlightPolicy.KEEP_CACHE,
+        own_process: bool = True,
+        transfer: Literal["shared_memory", "nccl"] = "shared_memory",
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        _refuse(temperature, max_slots, transfer, own_process)
+        from rzero.collectors.vllm_core import VLLMCore
+
+        self._core = VLLMCore(
+            Path(model),
+            max_slots=max_slots,
+            kernels=kernels,
+            own_process=own_process,
+            transfer=transfer,
+            load_weights=version >= 0,
+            engine_args=engine_args or {},
+        )
+        self._temperature, self._eos = temperature, eos_token_ids
+        self._context = _context(self._core, Path(model), temperature, tokenizer_digest)
+        self._context_id = self._context.context_id
+        self._version, self._in_flight, self._max_slots = version, in_flight, max_slots
+        self._core.label(max(version, 0))
+
+        self._pending: deque[_Slot] = deque()
+        self._slots: dict[str, _Slot] = {}  # by the name that vLLM's outputs carry
+        self._named = 0
+        self._cached_tokens = 0
+        self._clock = Clock()
+        self._condition = threading.Condition()
+        self._pausing = self._paused = self._draining = self._closed = False
+        self._error: BaseException | None = None
+        self._busy_ns = 0
+        try:
+            self._warm_up()
+        except BaseException:
+            self._core.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="VLLMEngine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ what others call
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]:
+        """See ``GenerationEngine.submit``; ``request.trace`` has no effect: vLLM's modules are not traced.
+
+        Raises:
+            ValueError: If prompt and response together may exceed vLLM's ``max_model_len``.
+        """
+        longest = len(request.prompt) + request.max_new_tokens
+        if longest > self._core.max_model_len:
+            raise ValueError(
+                f"VLLMEngine.submit: prompt and max_new_tokens must be at most max_model_len = "
+                f"{self._core.max_model_len} together, got {longest}"
+            )
+        future: Future[Completion] = Future()
+        with self._condition:
+            self._refuse_if_stopped("submit")
+            if self._version < 0:
+                raise RuntimeError("VLLMEngine.submit: weights must be published first, got none so far")
+            self._pending.append(_Slot(request, future, self._clock.now_ns()))
+            self._condition.notify_all()
+        return future
+
+    def abort(self, uids: set[int]) -> None:
+        """End responses now; their futures resolve to what was sampled so far, with ``FinishCode.ABORT``."""
+        with self._at_boundary() as finish:
+            waiting = [slot for slot in self._pending if slot.request.uid in uids]
+            self._pending = deque(slot for slot in self._pending if slot.request.uid not in uids)
+            finish += [(slot, FinishCode.ABORT, torch.empty(0, dtype=torch.int32)) for slot in waiting]
+            sampling = [slot.internal_name for slot in self._slots.values() if slot.request.uid in uids]
+            finish += self._read([self._core.abort(name) for name in sampling])
+
+    def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
+        """Stop at the next token boundary and return when there.
+
+        Args:
+            mode: What becomes of responses that are half sampled, in vLLM's terms: ``keep`` goes on with them
+                after ``resume``; ``wait`` samples them to their end first and starts none meanwhile;
+                ``abort`` ends them.
+        """
+        if mode == "wait":
+            self._drain("pause")
+        with self._condition:
+            self._pausing, self._draining = True, False
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self._paused or self._closed or self._error is not None)
+            self._refuse_if_stopped("pause")
+        if mode == "abort":
+            self.abort({slot.request.uid for slot in self._slots.values()})
+
+    def resume(self) -> None:
+        """See ``GenerationEngine.resume``."""
+        with self._condition:
+            self._pausing = False
+            self._condition.notify_all()
+
+    def swap(self, version: int, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
+        """See ``GenerationEngine.swap``; the in-flight policy says what becomes of half-sampled responses.
+
+        After a failed ``nccl`` transfer the old weights are gone, so the engine stops for good.
+        """
+        if self._in_flight is InFlightPolicy.FINISH_FIRST:
+            self._drain("swap")
+        with self._at_boundary():
+            try:
+                self._core.load(weights, digests, version)
+            except EngineError as error:
+                self._error = None if self._core.keeps_old_weights else error
+                raise
+            self._version = version
+            self._start_over_what_has_no_token()
+            if self._in_flight is InFlightPolicy.RECOMPUTE_CACHE or not self._slots:
+                self._core.forget_cache(running=bool(self._slots))
+
+    def version(self) -> int:
+        """See ``GenerationEngine.version``."""
+        return self._version
+
+    def context(self) -> SamplingContext:
+        """See ``GenerationEngine.context``."""
+        return self._context
+
+    def weight_digests(self) -> dict[str, int]:
+        """See ``GenerationEngine.weight_digests``."""
+        with self._at_boundary():
+            return self._core.digests()
+
+    def cached_tokens(self) -> int:
+        """Tokens of prompts that were found in the prefix cache so far."""
+        return self._cached_tokens
+
+    def busy_seconds(self) -> float:
+        """See ``GenerationEngine.busy_seconds``."""
+        return self._busy_ns / 1e9
+
+    def close(self) -> None:
+        """See ``GenerationEngine.close``."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    def _drain(self, caller: str) -> None:
+        """Return when no response is half sampled; none starts until the next pause is over."""
+        with self._condition:
+            self._draining = True
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: not self._slots or self._closed or self._error is not None)
+            self._refuse_if_stopped(caller)
+
+    @contextmanager
+    def _at_boundary(self) -> Iterator[list[_Finished]]:
+        """Do something between two steps; responses put into the list are completed afterwards."""
+        already_pausing, finished = self._pausing, []
+        self.pause()
+        try:
+            with self._condition:
+                yield finished
+        finally:
+            self._complete(finished)
+            if not already_pausing:
+                self.resume()
+
+    def _refuse_if_stopped(self, caller: str) -> None:
+        if self._error is not None:
+            kind = EngineLost if isinstance(self._error, EngineLost) else EngineError
+            raise kind(f"VLLMEngine.{caller}: the engine has failed: {self._error}") from self._error
+        if self._closed:
+            raise RuntimeError(f"VLLMEngine.{caller}: the engine is closed")
+
+    # ------------------------------------------------------------------ the engine's own thread
+
+    def _warm_up(self) -> None:
+        """Make vLLM's slow first calls: one request alone, then as many as there are slots."""
+        sizes = sorted({1, self._max_slots})
+        params = self._sampling_params(max_new_tokens=WARM_UP_TOKENS, seed=0, eos_token_ids=())
+        with tqdm(total=sum(sizes), desc="warming up vLLM", unit="response", dynamic_ncols=True) as progress:
+            for size in sizes:
+                for index in range(size):
+                    self._core.add(f"warm-up {size}.{index}", [0, 0], params, salt="warm-up")
+                done = 0
+                while done < size:
+                    finished = sum(output.finished for output in self._core.step())
+                    progress.update(finished)
+                    done += finished
+        self._core.forget_cache(running=False)
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                if self._pausing:
+                    self._stand_still()
+                    continue
+                started = time.monotonic_ns()
+                self._admit()
+                self._complete(self._read(self._core.step()))
+                self._busy_ns += time.monotonic_ns() - started
+        except BaseException as error:
+            with self._condition:
+                self._error = EngineLost(str(error)) if self._core.is_dead(error) else error
+                self._condition.notify_all()
+        finally:
+            self._core.close()
+            reason = self._error or CancelledError("the engine was closed")
+            left = [*self._slots.values(), *self._pending]
+            self._slots, self._pending = {}, deque()
+            for slot in left:
+                slot.future.set_exception(reason)
+
+    def _wait_for_work(self) -> bool:
+        with self._condition:
+            self._condition.notify_all()  # _drain may wait for the last response
+            self._condition.wait_for(lambda: self._closed or self._pausing or self._has_work())
+            return not self._closed
+
+    def _has_work(self) -> bool:
+        return bool(self._slots or (self._pending and not self._draining))
+
+    def _stand_still(self) -> None:
+        """Stand at the token boundary until ``resume``."""
+        self._complete(self._read(self._core.stop_drawing()))
+        with self._condition:
+            self._paused = True
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self._closed or not self._pausing)
+            self._paused = False
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                return
+        self._core.go_on()
+
+    def _admit(self) -> None:
+        """Give vLLM waiting requests while there are slots."""
+        with self._condition:
+            room = 0 if self._draining else min(self._max_slots - len(self._slots), len(self._pending))
+            new = [self._pending.popleft() for _ in range(room)]
+        for slot in new:
+            try:
+                self._start(slot)
+            except ValueError as error:  # vLLM refuses this request, e.g. a token that the model lacks
+                slot.future.set_exception(error)
+
+    def _start(self, slot: _Slot) -> None:
+        """Keys and values are shared by prompts that start with the same weights, by no others."""
+        request = slot.request
+        params = self._sampling_params(
+            max_new_tokens=request.max_new_tokens, seed=request.seed, eos_token_ids=self._eos
+        )
+        self._named += 1
+        name = f"{request.uid}.{self._named}"
+        slot.internal_name = self._core.add(name, request.prompt, params, salt=str(self._version))
+        self._slots[name] = slot
+
+    def _start_over_what_has_no_token(self) -> None:
+        """Responses without a token become ones that start with the new weights, and so do their caches."""
+        for name in [name for name, slot in self._slots.items() if not slot.tokens]:
+            slot = self._slots.pop(name)
+            self._core.abort(slot.internal_name)
+            self._start(slot)
+
+    def _sampling_params(self, *, max_new_tokens: int, seed: int, eos_token_ids: tuple[int, ...]) -> Any:
+        from rzero.collectors.vllm_outputs import sampling_params
+
+        return sampling_params(
+            temperature=self._temperature,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=eos_token_ids,
+            streaming=True,
+        )
+
+    def _read(self, outputs: list[Any]) -> list[_Finished]:
+        """Take in what vLLM drew; returns the responses that ended."""
+        from rzero.collectors.vllm_outputs import sampled_log_probs, token_versions
+
+        now, finished = self._clock.now_ns(), []
+        for output in outputs:
+            slot, drawn = self._slots[output.request_id], output.outputs[0]
+            if drawn.token_ids:
+                slot.t_first_ns = slot.t_first_ns or now
+                slot.log_probs += sampled_log_probs(drawn)
+                slot.tokens += drawn.token_ids
+            if output.finished:
+                del self._slots[output.request_id]
+                if drawn.finish_reason not in FINISH_CODES:
+                    raise EngineError(
+                        f"VLLMEngine: vLLM must end a response by one of {list(FINISH_CODES)}, "
+                        f"got {drawn.finish_reason!r}"
+                    )
+                self._cached_tokens += output.num_cached_tokens or 0
+                versions = token_versions(drawn, len(slot.tokens))
+                finished.append((slot, FINISH_CODES[drawn.finish_reason], versions))
+        return finished
+
+    def _complete(self, finished: list[_Finished]) -> None:
+        """Resolve the futures of responses that ended."""
+        if not finished:
+            return
+        now = self._clock.now_ns()
+        requests = [slot.request for slot, _, _ in finished]
+        lengths = [len(slot.tokens) for slot, _, _ in finished]
+        response = torch.tensor([t for slot, _, _ in finished for t in slot.tokens], dtype=torch.int32)
+        log_probs = torch.tensor([p for slot, _, _ in finished for p in slot.log_probs], dtype=torch.float32)
+        versions = torch.cat([version for _, _, version in finished])
+        rows = packed_rows([r.prompt for r in requests], lengths, response, log_probs, versions)
+        parts = zip(response.split(lengths), log_probs.split(lengths), row_digests(rows), strict=True)
+        for (slot, code, version), (tokens, drawn_with, digest) in zip(finished, parts, strict=True):
+            slot.future.set_result(
+                Completion(
+                    request=slot.request,
+                    response=tokens,
+                    behavior_log_probs=drawn_with,
+                    policy_version=version,
+                    finish_code=code,
+                    context_id=self._context_id,
+                    t_submit_ns=slot.t_submit_ns,
+                    t_first_ns=slot.t_first_ns or now,
+                    t_done_ns=now,
+                    digest=digest,
+                )
+            )
+
+
+def _refuse(temperature: float, max_slots: int, transfer: str, own_process: bool) -> None:
+    if not temperature >= MIN_TEMPERATURE:
+        raise ValueError(f"VLLMEngine: temperature must be >= {MIN_TEMPERATURE}, got {temperature}")
+    if max_slots < 1:
+        raise ValueError(f"VLLMEngine: max_slots must be >= 1, got {max_slots}")
+    if transfer not in ("shared_memory", "nccl"):
+        raise ValueError(f"VLLMEngine: transfer must be 'shared_memory' or 'nccl', got {transfer!r}")
+    if transfer == "nccl" and not own_process:
+        raise ValueError("VLLMEngine: own_process must be True with transfer='nccl', got False")
+    if find_spec("vllm") is None:
+        raise ImportError(
+            "VLLMEngine: vLLM must be installed, by pip install 'rzero[vllm]', got no package vllm"
+        )
+
+
+def _context(core: VLLMCore, model: Path, temperature: float, tokenizer_digest: str) -> SamplingContext:
+    import transformers
+    import vllm
+
+    config = transformers.AutoConfig.from_pretrained(model).to_json_string(use_diff=False)
+    return SamplingContext(
+        temperature=temperature,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        log_prob_mode="processed",
+        engine="VLLMEngine",
+        engine_version=vllm.__version__,
+        kernel_fingerprint=core.fingerprint or f"native-vllm-{vllm.__version__}-{core.device}",
+        dtype=core.dtype,
+        tensor_parallel_size=core.tensor_parallel_size,
+        model_digest=hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),
+        tokenizer_digest=tokenizer_digest,
+    )

@@ -1,0 +1,175 @@
+"""What runs inside vLLM's workers: loading weights from shared memory, and reading back what computes.
+
+Imports vLLM. ``VLLMEngine`` names ``WorkerExtension`` to vLLM, whose workers then inherit from it; results
+and arguments are plain strings, numbers and lists, which vLLM serialises safely.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from rzero.collectors.engine import EngineError
+from rzero.collectors.hashing import tensor_digest
+
+
+class WorkerExtension:
+    """Methods for ``collective_rpc``, by name."""
+
+    model_runner: Any
+    reload_weights: Any
+    device: Any
+
+    def rzero_prepare(self) -> dict[str, str]:
+        """Get ready for seeded requests, and say what computes here: ``device`` and ``kernels``."""
+        if torch.device(self.device).type == "cpu":
+            keep_seeds_of_partial_prompts(self.model_runner)
+        kernels = getattr(self.model_runner.get_model(), "rzero_kernels", "")
+        return {"device": torch.device(self.device).type, "kernels": kernels}
+
+    def rzero_load(self, path: str, digests: dict[str, int]) -> None:
+        """Load weights from a file of safetensors in shared memory, all or none.
+
+        Args:
+            path: The file.
+            digests: Of the weights as the learner holds them, by name.
+
+        Raises:
+            EngineError: If names, shapes or dtypes are not the model's, if the file or what the model holds
+                afterwards has other digests. The model then holds its old weights.
+        """
+        model = self.model_runner.get_model()
+        old = {name: tensor.clone() for name, tensor in held_weights(model).items()}
+        with safe_open(path, framework="pt") as file:
+            new = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        _refuse_other_weights(new, old, digests)
+        try:
+            self._rzero_reload(model, new)
+            wrong = _differing(held_weights(model), digests)
+            if wrong:
+                raise EngineError(
+                    f"VLLMEngine.swap: {len(wrong)} of {len(digests)} tensors differ from the learner's "
+                    f"after loading, first {wrong[0]}; the old weights were restored"
+                )
+        except BaseException:
+            self._rzero_reload(model, old)
+            raise
+
+    def _rzero_reload(self, model: Any, weights: Mapping[str, Tensor]) -> None:
+        self.reload_weights(weights_iterator=list(weights.items()))
+        model.__dict__["rzero_negative_zeros"] = {
+            name: negative
+            for name, tensor in weights.items()
+            if bool((negative := (tensor == 0) & tensor.signbit()).any())
+        }
+
+    def rzero_digests(self) -> dict[str, int]:
+        """One 64-bit digest per tensor, by the learner's names, of the weights that compute."""
+        held = held_weights(self.model_runner.get_model())
+        return {name: tensor_digest(tensor) for name, tensor in held.items()}
+
+
+def held_weights(model: Any) -> dict[str, Tensor]:
+    """The weights of vLLM's model under the names and in the shapes that they have in a checkpoint.
+
+    Merged projections are taken apart, the padding of the vocabulary is left out, tied weights appear once,
+    and a weight that vLLM has repacked is read back by multiplying the unit matrix with it.
+
+    Raises:
+        EngineError: If a tied head computes with other weights than the embedding.
+    """
+    held: dict[str, Tensor] = {}
+    seen: dict[int, str] = {}
+    for module_name, module in model.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            tensor = _computing(module) if parameter_name == "weight" else parameter.detach()
+            if isinstance(module, VocabParallelEmbedding):
+                tensor = tensor[: module.org_vocab_size]
+            first = seen.setdefault(id(parameter), module_name)
+            if first != module_name:
+                if not torch.equal(tensor, held[f"{first}.{parameter_name}"]):
+                    raise EngineError(f"VLLMEngine: {module_name} must compute with the weights of {first}")
+                continue
+            held |= _taken_apart(model, module_name, module, parameter_name, tensor)
+    for name, negative in model.__dict__.get(
+        "rzero_negative_zeros", {}
+    ).items():  # the product loses the sign
+        held[name] = torch.where(negative & (held[name] == 0), -0.0, held[name])
+    return held
+
+
+def _taken_apart(
+    model: Any, name: str, module: Any, parameter_name: str, tensor: Tensor
+) -> dict[str, Tensor]:
+    parent, _, leaf = name.rpartition(".")
+    parts = model.packed_modules_mapping.get(leaf)
+    if parts is None:
+        return {f"{name}.{parameter_name}": tensor}
+    rows = tensor.split(module.output_partition_sizes)
+    return {f"{parent}.{part}.{parameter_name}": own for part, own in zip(parts, rows, strict=True)}
+
+
+def _computing(module: Any) -> Tensor:
+    """The weight [N, K] that a layer computes with, also if vLLM keeps it only in a packed form."""
+    weight = module.weight.detach()
+    if not hasattr(module, "cpu_linear"):
+        return weight
+    columns = module.embedding_dim if isinstance(module, VocabParallelEmbedding) else module.input_size
+    unit = torch.eye(columns, dtype=weight.dtype)
+    return module.quant_method.apply(module, unit).t().contiguous()
+
+
+def _refuse_other_weights(
+    new: Mapping[str, Tensor], old: Mapping[str, Tensor], digests: Mapping[str, int]
+) -> None:
+    if new.keys() != old.keys() or new.keys() != digests.keys():
+        odd = sorted((new.keys() ^ old.keys()) | (new.keys() ^ digests.keys()))
+        raise EngineError(
+            f"VLLMEngine.swap: weights must name exactly the model's tensors, differing in {odd[:5]}"
+        )
+    for name, tensor in new.items():
+        if tensor.shape != old[name].shape or tensor.dtype != old[name].dtype:
+            raise EngineError(
+                f"VLLMEngine.swap: {name} must be {old[name].dtype} {tuple(old[name].shape)}, "
+                f"got {tensor.dtype} {tuple(tensor.shape)}"
+            )
+    wrong = _differing(new, digests)
+    if wrong:
+        raise EngineError(
+            f"VLLMEngine.swap: {len(wrong)} of {len(digests)} tensors differ from the learner's on arrival, "
+            f"first {wrong[0]}; the old weights were kept"
+        )
+
+
+def _differing(weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> list[str]:
+    return [name for name, tensor in weights.items() if tensor_digest(tensor) != digests[name]]
+
+
+def keep_seeds_of_partial_prompts(runner: Any) -> None:
+    """Let vLLM's CPU runner take chunked prompts with seeds.
+
+    A step over a part of a prompt draws a token that is thrown away, and vLLM then sets the request's
+    generator back by an offset, which generators on a CPU do not have: it raises. Such requests draw from
+    the common generator instead, so that their own stays where it was.
+    """
+    original = runner.sample_tokens
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        partial = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0].tolist()
+        kept = {index: generators.pop(index) for index in partial if index in generators}
+        try:
+            return original(*args, **kwargs)
+        finally:
+            generators.update(kept)
+
+    runner.sample_tokens = MethodType(sample_tokens, runner)
