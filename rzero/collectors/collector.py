@@ -7,61 +7,26 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any, final
 
-import torch
-from torch import nn
+from tensordict import TensorDictBase
+from torch import Tensor, nn
 from torchrl.collectors import BaseCollector
 
-from rzero.buffers import ROW_FIELDS, PackedBatch, ProvenanceReplayBuffer
+from rzero.buffers import PackedBatch, ProvenanceReplayBuffer
 from rzero.collectors.drain import drain
-from rzero.collectors.engine import Completion, GenerationEngine, GenerationRequest, packed_rows
+from rzero.collectors.engine import Completion, GenerationEngine
+from rzero.collectors.engine_pool import EnginePool
 from rzero.collectors.failures import FailureCounts, GroupFailed
-from rzero.collectors.hashing import stream_seed
+from rzero.collectors.group_sampler import GroupSampler
 from rzero.collectors.interaction import Interaction
+from rzero.collectors.pack_completions import pack_completions
 from rzero.collectors.prompt import Prompt
 from rzero.collectors.publisher import PublishReport, WeightPublisher
 from rzero.collectors.rewards import RewardFunction, SingleTurn
 from rzero.collectors.scheduler import Scheduler
-
-
-def pack_completions(completions: Sequence[Completion], rewards: Sequence[float]) -> PackedBatch:
-    """Completions with their rewards, as the buffer takes them."""
-    requests = [c.request for c in completions]
-    rows = packed_rows(
-        [r.prompt for r in requests],
-        [len(c.response) for c in completions],
-        torch.cat([c.response for c in completions]),
-        torch.cat([c.behavior_log_probs for c in completions]),
-        torch.cat([c.policy_version for c in completions]),
-    )
-    numbers: dict[str, list[Any]] = {
-        "uid": [r.uid for r in requests],
-        "group_id": [r.group_id for r in requests],
-        "prompt_id": [r.prompt_id for r in requests],
-        "sample_index": [r.sample_index for r in requests],
-        "prompt_length": [len(r.prompt) for r in requests],
-        "response_length": [len(c.response) for c in completions],
-        "reward": [float(reward) for reward in rewards],
-        "finish_code": [int(c.finish_code) for c in completions],
-        "context_id": [c.context_id for c in completions],
-        "seed": [r.seed for r in requests],
-        "t_submit_ns": [c.t_submit_ns for c in completions],
-        "t_first_ns": [c.t_first_ns for c in completions],
-        "t_done_ns": [c.t_done_ns for c in completions],
-    }
-    packed: dict[str, Any] = {name: torch.from_numpy(values) for name, values in rows.items()}
-    packed |= {name: torch.tensor(numbers[name], dtype=dtype) for name, dtype in ROW_FIELDS.items()}
-    packed["digest"] = torch.stack([c.digest for c in completions])
-    return PackedBatch(**packed)
-
-
-@dataclass(slots=True)
-class _Group:
-    prompt: Prompt
-    missing: int
-    completions: list[Completion | None]
+from rzero.collectors.weights import policy_weights
 
 
 @final
@@ -79,7 +44,8 @@ class AsyncRolloutCollector(BaseCollector):
     response exactly once, without end; after each, the learner calls ``update_policy_weights_`` once. An
     exception in an engine, the reward function or the background thread is raised in the iteration, with its
     original traceback. ``GroupFailed`` loses its group alone, which is counted and gives its room back; the
-    run ends if as many groups as can be in work fail with no success between them.
+    run ends if as many groups as can be in work fail with no success between them. If the publisher tolerates
+    lost engines, another one samples what a lost one was sampling, from its beginning and with its seed.
 
     Args:
         engines: All at the same version, which is where the run starts.
@@ -91,11 +57,17 @@ class AsyncRolloutCollector(BaseCollector):
         group_size: Responses per prompt.
         max_new_tokens: Length limit of a response.
         seed: With a response's uid it decides its random numbers.
+        publisher: Of the same engines; None makes one.
+        postproc: Applied to each batch before the learner gets it.
+        pre_collect_hook: Called before each wait for a batch.
+        post_collect_hook: Called with each batch, after ``postproc``.
         timeout: Seconds that an iteration waits for a batch before it gives up with what is missing.
 
     Raises:
         ValueError: If the engines disagree about the version, or scheduler and buffer about the batch.
     """
+
+    total_frames = -1  # endless, in TorchRL's words
 
     def __init__(
         self,
@@ -108,26 +80,40 @@ class AsyncRolloutCollector(BaseCollector):
         group_size: int,
         max_new_tokens: int,
         seed: int,
+        publisher: WeightPublisher | None = None,
+        postproc: Callable[[PackedBatch], Any] | None = None,
+        pre_collect_hook: Callable[[], None] | None = None,
+        post_collect_hook: Callable[[Any], None] | None = None,
         timeout: float = 600.0,
     ) -> None:
-        super().__init__()
+        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         versions = [engine.version() for engine in engines]
         if set(versions) != {scheduler.version}:
             raise ValueError(
                 f"AsyncRolloutCollector: engines must all hold version {scheduler.version}, got {versions}"
             )
-        self._engines, self._prompts = list(engines), prompts
+        self._pool, self._prompts = EnginePool(engines), prompts
         self._interaction = reward_fn if isinstance(reward_fn, Interaction) else SingleTurn(reward_fn)
-        self._scheduler, self._buffer = scheduler, buffer
-        self._group_size, self._max_new_tokens = group_size, max_new_tokens
-        self._seed, self._timeout = seed, timeout
-        self.publisher = WeightPublisher(engines, on_done=self._published)
-        self._lock = threading.Lock()  # guards the scheduler, the groups and the loads
-        self._groups: dict[int, _Group] = {}
+        self._scheduler, self._buffer, self._timeout = scheduler, buffer, timeout
+        self._postproc = postproc
+        self.publisher = publisher or WeightPublisher(engines)
+        self.publisher.add_done_callback(self._published)
+        self._lock = threading.Lock()  # guards the scheduler and what has finished
         self._finished: dict[int, tuple[list[Completion], list[float]]] = {}
-        self._load = [0] * len(engines)
+        self._frames = self._batches = 0
         self._failures = FailureCounts(patience=scheduler.capacity)
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sampler = GroupSampler(
+            self._pool,
+            self._interaction,
+            events=self._events,
+            accept=self._accept,
+            fail=self._fail,
+            group_size=group_size,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            tolerate_lost=self.publisher.tolerate_lost,
+        )
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -139,15 +125,38 @@ class AsyncRolloutCollector(BaseCollector):
             self._thread = threading.Thread(target=self._run, name="AsyncRolloutCollector", daemon=True)
             self._thread.start()
 
-    def iterator(self) -> Iterator[PackedBatch]:
+    def is_running(self) -> bool:
+        """Whether the background thread works."""
+        return self._thread is not None and self._thread.is_alive() and not self._stopping
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let the engines stand still within a block; what they are sampling goes on afterwards."""
+        engines = self.engines
+        for engine in engines:
+            engine.pause()
+        try:
+            yield
+        finally:
+            for engine in engines:
+                engine.resume()
+
+    def iterator(self) -> Iterator[Any]:
         """Batches for the learner, one after the other, without end."""
         self.start()
         while not self._stopping:
+            if self.pre_collect_hook is not None:
+                self.pre_collect_hook()
             batch = self._next_batch()
             with self._lock:
                 self._scheduler.train(batch.group_id.unique().tolist())
+            self._frames += int(batch.response_mask.sum())
+            self._batches += 1
             self._events.put(None)
-            yield batch
+            out = batch if self._postproc is None else self._postproc(batch)
+            if self.post_collect_hook is not None:
+                self.post_collect_hook(out)  # pyright: ignore[reportArgumentType]  # torchrl knows TensorDicts only
+            yield out
 
     def _next_batch(self) -> PackedBatch:
         try:
@@ -161,55 +170,107 @@ class AsyncRolloutCollector(BaseCollector):
         """Version of the weights being updated: the number of updates before the current batch."""
         return self._scheduler.learner_version - 1
 
-    def update_policy_weights_(self, policy_or_weights: nn.Module | None = None, **kwargs: Any) -> None:
+    def update_policy_weights_(
+        self,
+        policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | None = None,
+        *,
+        weights: TensorDictBase | Mapping[str, Tensor] | None = None,
+        policy: nn.Module | None = None,
+        worker_ids: None = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+    ) -> None:
         """Publish the weights after an update, in the background.
 
         When every engine has them, what was trained on gives its place back.
 
         Args:
-            policy_or_weights: The learner's model.
-            **kwargs: ``policy=model`` is another way to pass it; nothing else is accepted.
-        """
-        model = policy_or_weights if policy_or_weights is not None else kwargs.pop("policy", None)
-        if not isinstance(model, nn.Module) or kwargs:
-            raise TypeError(
-                f"AsyncRolloutCollector.update_policy_weights_: policy must be a module and stand alone, "
-                f"got {type(model).__name__} and {sorted(kwargs)}"
-            )
-        version = self._scheduler.learner_version
-        self.publisher.publish_async(model, version)
+            policy_or_weights: The learner's model, its ``named_weights``, or a TensorDict of it, of which the
+                tensors that the engines hold are taken; None publishes the publisher's registered model.
+            weights: Another way to pass weights.
+            policy: Another way to pass the model.
+            worker_ids: None; a version goes to all engines.
+            model_id: None or ``"policy"``; there is one model.
+            weights_dict: ``{"policy": weights}``, another way to pass weights.
 
-    def get_policy_version(self) -> int:
+        Raises:
+            TypeError: If more than one thing is passed, or something else than weights.
+            ValueError: If one worker or another model is asked for.
+        """
+        if worker_ids is not None or model_id not in (None, "policy"):
+            raise ValueError(
+                f"AsyncRolloutCollector.update_policy_weights_: all engines get the one policy, "
+                f"got worker_ids={worker_ids!r}, model_id={model_id!r}"
+            )
+        named = {} if weights_dict is None else dict(weights_dict)
+        given = [x for x in (policy_or_weights, weights, policy, *named.values()) if x is not None]
+        if len(given) > 1 or named.keys() - {"policy"}:
+            raise TypeError(
+                f"AsyncRolloutCollector.update_policy_weights_: one policy must be given, got {len(given)} "
+                f"values and weights_dict of {sorted(named)}"
+            )
+        if not given:
+            return self.publisher.update_weights()
+        new = policy_weights(given[0])
+        if isinstance(
+            given[0], TensorDictBase
+        ):  # It may name tied weights twice, and buffers that never travel.
+            held = self.engines[0].weight_digests()
+            new = {name: tensor for name, tensor in new.items() if name in held}
+        self.publisher.publish_async(new, self._scheduler.learner_version)
+
+    @property
+    def policy_version(self) -> int:
         """The newest version on every engine."""
         return self.publisher.common_version()
 
+    def get_policy_version(self) -> int:
+        """The newest version on every engine."""
+        return self.policy_version
+
+    @property
+    def engines(self) -> list[GenerationEngine]:
+        """The engines that are not lost."""
+        return self._pool.living
+
     def stats(self) -> dict[str, int | float | bool]:
-        """Counts of groups by what became of them, failures also by their reasons, and versions."""
+        """What happened so far.
+
+        Sampled tokens (``frames``) and batches delivered, versions, engines that live, and groups by what
+        became of them, failures also by their reasons.
+        """
         with self._lock:
             counts = self._scheduler.counts
             counts |= {f"failed/{reason}": n for reason, n in self._failures.by_reason.items()}
             learner_version = self._scheduler.learner_version
-        return {**counts, "policy_version": self.get_policy_version(), "learner_version": learner_version}
+        return {
+            "frames": self._frames,
+            "batches": self._batches,
+            "policy_version": self.policy_version,
+            "learner_version": learner_version,
+            "engines": len(self.engines),
+            **counts,
+        }
 
     def busy_seconds(self) -> float:
-        """How long an engine has been sampling so far, in seconds, mean over engines."""
-        return sum(engine.busy_seconds() for engine in self._engines) / len(self._engines)
+        """How long an engine has been sampling so far, in seconds, mean over those that live."""
+        return self._pool.busy_seconds()
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """Stop the background thread and close the engines."""
+        """Stop the background thread, waiting for it ``timeout`` seconds at most, and close the engines."""
         self._stopping = True
         self._events.put(None)
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join(self._timeout if timeout is None else timeout)
         self._interaction.close()
-        for engine in self._engines:
+        for engine in self.engines:
             engine.close()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed what is sampled from now on; returns the seed."""
-        self._seed = seed
+        self._sampler.seed = seed
         return seed
 
     def state_dict(self) -> OrderedDict:
@@ -248,70 +309,15 @@ class AsyncRolloutCollector(BaseCollector):
                 ticket = self._scheduler.admit()
             if ticket is None:
                 return
-            self._start_group(ticket)
+            self._sampler.start(ticket, next(self._prompts))
 
-    def _start_group(self, ticket: int) -> None:
-        prompt = next(self._prompts)
-        size = self._group_size
-        self._groups[ticket] = _Group(prompt, size, [None] * size)
-        engine = min(range(len(self._engines)), key=self._load.__getitem__)
-        self._load[engine] += size
-        for index in range(size):
-            uid = ticket * size + index
-            request = GenerationRequest(
-                uid=uid,
-                group_id=ticket,
-                prompt_id=prompt.prompt_id,
-                sample_index=index,
-                prompt=prompt.token_ids,
-                max_new_tokens=self._max_new_tokens,
-                seed=stream_seed(self._seed, uid),
-            )
-            future = self._interaction.respond(self._engines[engine], prompt, request)
-            future.add_done_callback(lambda _, engine=engine: self._unload(engine))
-            self._when_done(future, self._collect, ticket, index)
-
-    def _unload(self, engine: int) -> None:
-        with self._lock:
-            self._load[engine] -= 1
-
-    def _when_done(self, future: Future[Any], then: Callable[..., None], ticket: int, *args: Any) -> None:
-        """In the background thread, handle the future's result, or its group's failure."""
-
-        def handle() -> None:
-            try:
-                result = future.result()
-            except GroupFailed as error:
-                self._fail(ticket, error)
-            else:
-                then(result, ticket, *args)
-
-        future.add_done_callback(lambda _: self._events.put(handle))
-
-    def _collect(self, completion: Completion, ticket: int, index: int) -> None:
-        """Note a completion; the last of its group asks for the rewards."""
-        group = self._groups.get(ticket)
-        if group is None:
-            return  # it failed by another of its responses
-        group.completions[index] = completion
-        group.missing -= 1
-        if group.missing == 0:
-            completions = [c for c in group.completions if c is not None]
-            self._when_done(
-                self._interaction.rewards(group.prompt, completions), self._accept, ticket, completions
-            )
-
-    def _accept(self, rewards: list[float], ticket: int, completions: list[Completion]) -> None:
-        del self._groups[ticket]
+    def _accept(self, ticket: int, completions: list[Completion], rewards: list[float]) -> None:
         self._failures.succeeded()
         with self._lock:
             self._finished[ticket] = (completions, rewards)
             self._scheduler.accept(ticket)
 
     def _fail(self, ticket: int, error: GroupFailed) -> None:
-        """Give a group up, once, and with it its room."""
-        if self._groups.pop(ticket, None) is None:
-            return
         with self._lock:
             self._scheduler.fail(ticket)
         self._failures.add(error)

@@ -51,8 +51,6 @@ class WeightPublisher:
             same ones inside ``rounded_weights``. None: as they are.
         tolerate_lost: Go on with the other engines when one is lost (``EngineLost``), instead of an error.
         timeout: Seconds that an engine has to acknowledge.
-        on_done: Called after each publish in the background with its future, also when it failed, from the
-            publishing thread.
 
     Example:
         See ``AsyncRolloutCollector``, which owns one.
@@ -65,13 +63,13 @@ class WeightPublisher:
         wire_dtype: torch.dtype | None = None,
         tolerate_lost: bool = False,
         timeout: float = 600.0,
-        on_done: Callable[[Future[PublishReport]], object] | None = None,
     ) -> None:
         self._engines = list(engines)
         self._held = [engine.version() for engine in self._engines]
         self._lost: set[int] = set()
-        self._wire_dtype, self._tolerate_lost = wire_dtype, tolerate_lost
-        self._timeout, self._on_done = timeout, on_done
+        self._wire_dtype, self.tolerate_lost = wire_dtype, tolerate_lost
+        self._timeout = timeout
+        self._done_callbacks: list[Callable[[Future[PublishReport]], object]] = []
         self._newest = max(self._held)
         self._last: Future[PublishReport] | None = None
         self._model: nn.Module | None = None
@@ -101,13 +99,13 @@ class WeightPublisher:
         self._require_newer(version)
         return self._publish(weights, version, time.perf_counter())
 
-    def publish_async(self, model: nn.Module, version: int) -> Future[PublishReport]:
+    def publish_async(self, weights: nn.Module | Mapping[str, Tensor], version: int) -> Future[PublishReport]:
         """Copy the weights now and publish the copy in the background, so that the next update can begin.
 
         At most one publish is under way: a second call waits for the first.
 
         Args:
-            model: The learner's.
+            weights: The learner's model, or its weights as by ``named_weights``.
             version: Greater than any published before.
 
         Raises:
@@ -117,11 +115,16 @@ class WeightPublisher:
             self._last.exception()  # waits; whoever holds the future deals with an error in it
         self._require_newer(version)
         started = time.perf_counter()
-        copy = {name: tensor.clone() for name, tensor in named_weights(model).items()}
+        named = named_weights(weights) if isinstance(weights, nn.Module) else weights
+        copy = {name: tensor.clone() for name, tensor in named.items()}
         self._last = _in_background(
-            lambda: self._publish(copy, version, started), f"publish-{version}", self._on_done
+            lambda: self._publish(copy, version, started), f"publish-{version}", self._done_callbacks
         )
         return self._last
+
+    def add_done_callback(self, callback: Callable[[Future[PublishReport]], object]) -> None:
+        """Call something after each publish in the background with its future, also when it failed."""
+        self._done_callbacks.append(callback)
 
     def wait(self) -> PublishReport | None:
         """Wait for the publish under way and return its report; None if nothing was published so far.
@@ -168,7 +171,7 @@ class WeightPublisher:
                 self._held[index] = version
             elif isinstance(error, EngineError):
                 errors[index] = str(error)
-                if isinstance(error, EngineLost) and self._tolerate_lost:
+                if isinstance(error, EngineLost) and self.tolerate_lost:
                     self._lost.add(index)
             else:
                 raise error
@@ -187,12 +190,12 @@ class WeightPublisher:
 
 
 def _in_background(
-    work: Callable[[], ResultT], name: str, on_done: Callable[[Future[ResultT]], object] | None = None
+    work: Callable[[], ResultT], name: str, callbacks: Sequence[Callable[[Future[ResultT]], object]] = ()
 ) -> Future[ResultT]:
     """Run work in a thread of its own that no exit of the process waits for."""
     future: Future[ResultT] = Future()
-    if on_done is not None:
-        future.add_done_callback(on_done)
+    for callback in callbacks:
+        future.add_done_callback(callback)
 
     def run() -> None:
         try:

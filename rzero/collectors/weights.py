@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from rzero.collectors.engine import EngineError
@@ -18,6 +19,23 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     persistent = model.state_dict(keep_vars=False)
     weights.update({name: buffer for name, buffer in model.named_buffers() if name in persistent})
     return weights
+
+
+def policy_weights(policy: nn.Module | TensorDictBase | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The named weights of a model, or those that a TensorDict or another mapping holds.
+
+    Raises:
+        TypeError: If it is none of these.
+    """
+    if isinstance(policy, nn.Module):
+        return named_weights(policy)
+    if isinstance(policy, TensorDictBase):
+        return dict(policy.flatten_keys(".").items())
+    if isinstance(policy, Mapping) and all(isinstance(value, Tensor) for value in policy.values()):
+        return dict(policy)
+    raise TypeError(
+        f"policy_weights: policy must be a module or tensors by name, got {type(policy).__name__}"
+    )
 
 
 def weight_digests(weights: Mapping[str, Tensor]) -> dict[str, int]:

@@ -158,5 +158,5 @@ def test_refusals(make_engine):
     )
     with pytest.raises(ValueError, match="reward_fn must return 4 rewards, got 1"):
         next(iter(collector))
-    with pytest.raises(TypeError, match="policy must be a module"):
-        collector.update_policy_weights_(None)
+    with pytest.raises(TypeError, match="policy must be a module or tensors by name, got int"):
+        collector.update_policy_weights_(3)

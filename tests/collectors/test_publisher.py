@@ -50,7 +50,8 @@ def test_a_background_publish_sends_the_weights_of_the_moment(make_engine):
     learner, sampler = llama(0), llama(1)
     engine = held_engine(make_engine, sampler)
     done = []
-    publisher = WeightPublisher([engine], on_done=done.append)
+    publisher = WeightPublisher([engine])
+    publisher.add_done_callback(done.append)
     future = publisher.publish_async(learner, 1)
     with torch.no_grad():
         learner.lm_head.weight.add_(1.0)
