@@ -95,7 +95,7 @@ SIZES = {
         train_length=64,
         sample_rows=64,
         prompt=16,
-        new_tokens=4,
+        new_tokens=16,
         repeats=3,
     ),
 }
