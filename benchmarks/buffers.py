@@ -4,17 +4,19 @@
     python benchmarks/buffers.py --quick    # a tenth of the responses, and the curve up to 10^5
 
 The same responses (50 to 1,000 tokens, 6 token fields, groups of 16) go into each buffer as they come from a
-sampler: mappings of tensors and numbers. Appending includes all that a buffer needs done to them. Each buffer
-runs in a process of its own on one thread. Appends and samples are timed in CPU time of that process, so that
-neighbours on the machine count less; checkpoints in wall time. Resident memory is what its process grew by.
-Sampling returns 256 responses as real tensors: packed where the buffer can, padded where it must, and ours
-also padded through `to_torchrl`. "In and out" adds both for one response, since some buffers do at sampling
-what others do at appending. Only ours checks what it is given, and hashes it, in and out.
+sampler: mappings of tensors and numbers, by the group and by the update of 256. Appending includes all that a
+buffer needs done to them. Each buffer runs in a process of its own on one thread. Appends and samples are
+timed in CPU time of that process, so that neighbours on the machine count less; checkpoints in wall time.
+Resident memory is what its process grew by. Sampling returns 256 responses as real tensors: packed where the
+buffer can, padded where it must, and ours also in TorchRL's padded layout, which has more and wider fields
+than were stored. A list of dicts appends references and copies nothing until it is sampled. Only ours checks
+what it is given, and hashes it, in and out.
 """
 
 import argparse
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import shutil
@@ -240,8 +242,11 @@ class ListOfDicts:
         lengths = torch.tensor([len(row["token_ids"]) for row in rows])
         batch = {"cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])}
         for name in rows[0]:
-            values = [torch.as_tensor(row[name]) for row in rows]
-            batch[name] = torch.cat(values) if name in TOKEN_NAMES else torch.stack(values)
+            values = [row[name] for row in rows]
+            if name in TOKEN_NAMES:
+                batch[name] = torch.cat(values)
+            else:
+                batch[name] = torch.stack(values) if name == "digest" else torch.tensor(values)
         return batch
 
     def save(self) -> None:
@@ -269,6 +274,7 @@ def resident_bytes() -> int:
 def measure(name: str, count: int) -> dict[str, float]:
     """Measure one buffer; runs in a process of its own."""
     torch.set_num_threads(1)
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
     folder = Path(tempfile.mkdtemp(prefix="rzero-buffers-"))
     try:
         warm = CONTENDERS[name](512, folder / "warm")
@@ -301,7 +307,6 @@ def measure(name: str, count: int) -> dict[str, float]:
         return {
             "appends": count / seconds,
             "sample_ms": 1e3 * median(samples),
-            "both_us": 1e6 * (seconds / count + median(samples) / BATCH),
             "resident_mb": resident / 1e6,
             "resident_ratio": resident / (tokens * TOKEN_BYTES),
             "save_s": saved,
@@ -311,54 +316,77 @@ def measure(name: str, count: int) -> dict[str, float]:
         shutil.rmtree(folder)
 
 
-def measure_packed(count: int) -> dict[int, float]:
-    """Append batches that a collector has packed already, by the group and by the update."""
+def measure_updates(name: str, count: int) -> float:
+    """Append whole updates of 256 mappings: responses a second."""
     torch.set_num_threads(1)
-    every, rates = list(groups(count)), {}
-    for size in (GROUP, BATCH):
-        step = size // GROUP
-        batches = [
-            pack_fields([response for group in every[first : first + step] for response in group])
-            for first in range(0, len(every), step)
-        ]
-        buffer = Ours(count, Path()).buffer
+    return _append_rate(name, [response for group in groups(count) for response in group])
+
+
+def measure_packed(count: int) -> float:
+    """Append whole updates that a collector has packed already: responses a second."""
+    torch.set_num_threads(1)
+    every = [response for group in groups(count) for response in group]
+    batches = [pack_fields(every[first : first + BATCH]) for first in range(0, count, BATCH)]
+    buffer = Ours(count, Path()).buffer
+    begin = time.process_time()
+    for batch in batches:
+        buffer.extend(batch)
+    return count / (time.process_time() - begin)
+
+
+def _append_rate(name: str, responses: list[Response]) -> float:
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    with tempfile.TemporaryDirectory(prefix="rzero-buffers-") as folder:
+        (Path(folder) / "warm").mkdir()
+        CONTENDERS[name](BATCH, Path(folder) / "warm").append(responses[:BATCH])
+        buffer = CONTENDERS[name](len(responses), Path(folder))
         begin = time.process_time()
-        for batch in batches:
-            buffer.extend(batch)
-        rates[size] = count / (time.process_time() - begin)
-    return rates
+        for first in range(0, len(responses), BATCH):
+            buffer.append(responses[first : first + BATCH])
+        return len(responses) / (time.process_time() - begin)
 
 
 def compare(count: int) -> dict[str, dict[str, float]]:
     """Measure every buffer and print the table, then how we stand to the others."""
     print(f"{count:,} responses of 50 to {LONGEST:,} tokens, 6 token fields, groups of {GROUP}\n")
-    print("| buffer | appends/s | ms a sample of 256 | us in and out | resident MB | of raw | save s | MB |")
+    print("| buffer | appends/s by 16 | by 256 | ms a sample of 256 | resident MB | of raw | save s | MB |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|")
     results = {}
     for name in CONTENDERS:
         row = results[name] = in_process(measure, name, count)
+        row["appends_by_update"] = in_process(measure_updates, name, count)
         print(
-            f"| {name} | {row['appends']:,.0f} | {row['sample_ms']:.2f} | {row['both_us']:.0f} | "
-            f"{row['resident_mb']:.0f} | "
-            f"{row['resident_ratio']:.2f}x | {row['save_s']:.2f} | {row['save_mb']:.0f} |",
+            f"| {name} | {row['appends']:,.0f} | {row['appends_by_update']:,.0f} | {row['sample_ms']:.2f} | "
+            f"{row['resident_mb']:.0f} | {row['resident_ratio']:.2f}x | "
+            f"{row['save_s']:.2f} | {row['save_mb']:.0f} |",
             flush=True,
         )
-    ours, lazy = results["ours, packed"], results["LazyStackStorage, to padded"]
-    print(f"\nappends: {ours['appends'] / lazy['appends']:.1f}x LazyStackStorage (target 7x)")
-    for name in ("ours, packed", "ours, packed, digests unchecked", "ours, to padded"):
-        ratio = lazy["sample_ms"] / results[name]["sample_ms"]
-        print(f"sampling, {name}: {ratio:.1f}x LazyStackStorage's padded (target 5x)")
-    rates = in_process(measure_packed, count)
-    print(f"appends of packed batches of 16: {rates[GROUP]:,.0f}/s, of 256: {rates[BATCH]:,.0f}/s")
-    print(f"resident: {ours['resident_ratio']:.2f}x the raw tokens (target at most 1.2x)")
-    others = [row for name, row in results.items() if not name.startswith("ours")]
-    best = {key: min(row[key] for row in others) for key in ("sample_ms", "resident_mb", "save_s", "save_mb")}
-    print(
-        f"best of the others: {max(row['appends'] for row in others):,.0f} appends/s, "
-        f"{best['sample_ms']:.2f} ms, {best['resident_mb']:.0f} MB, {best['save_s']:.2f} s, "
-        f"{best['save_mb']:.0f} MB"
-    )
+    stand(results, packed_rate=in_process(measure_packed, count))
     return results
+
+
+def stand(results: dict[str, dict[str, float]], *, packed_rate: float) -> None:
+    """Print how we stand to LazyStackStorage, to the raw tokens and to the best of the others."""
+    ours, lazy = results["ours, packed"], results["LazyStackStorage, to padded"]
+    print("\n| ours | is | target |\n|---|--:|--:|")
+    for key, unit in (("appends", "group"), ("appends_by_update", "update")):
+        print(f"| appends by the {unit}, of LazyStackStorage's | {ours[key] / lazy[key]:.1f}x | 7x |")
+    packed_ratio = packed_rate / lazy["appends_by_update"]
+    print(f"| appends of packed updates ({packed_rate:,.0f}/s), of its mappings | {packed_ratio:.1f}x | |")
+    for name in ("ours, packed", "ours, to padded"):
+        ratio = lazy["sample_ms"] / results[name]["sample_ms"]
+        print(f"| sampling {name.removeprefix('ours, ')}, of its padded sampling | {ratio:.1f}x | 5x |")
+    raw_mb = ours["resident_mb"] / ours["resident_ratio"]
+    print(f"| resident, of the raw tokens | {ours['resident_ratio']:.2f}x | 1.2x |")
+    print(f"| checkpoint, of the raw tokens | {ours['save_mb'] / raw_mb:.2f}x | 1.2x |")
+    others = [row for name, row in results.items() if not name.startswith("ours")]
+    for key, unit in (
+        ("sample_ms", "ms a sample"),
+        ("resident_mb", "MB resident"),
+        ("save_s", "s to save"),
+        ("save_mb", "MB saved"),
+    ):
+        print(f"| {unit} | {ours[key]:.2f} | best of the others {min(row[key] for row in others):.2f} |")
 
 
 def measure_growth(count: int) -> dict[str, float]:
@@ -436,7 +464,7 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Measure replay buffers side by side.")
     parser.add_argument("--quick", action="store_true", help="a tenth of the responses")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()

@@ -188,7 +188,9 @@ def _numbers(table: list[list[Any]], names: Sequence[str], kinds: str, caller: s
 
 
 def _batch(fields: dict[str, Any]) -> PackedBatch:
-    tensors = {name: torch.from_numpy(fields[name]) for name in (*TOKEN_FIELDS, *ROW_FIELDS, "digest")}
+    tensors: dict[str, Any] = {
+        name: torch.from_numpy(fields[name]) for name in (*TOKEN_FIELDS, *ROW_FIELDS, "digest")
+    }
     extras = {name: torch.from_numpy(column) for name, column in fields["extras"].items()}
     return PackedBatch(
         **tensors,

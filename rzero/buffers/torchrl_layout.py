@@ -13,6 +13,7 @@ from rzero.buffers.records import ROW_FIELDS, TOKEN_FIELDS, FinishCode
 Layout = Literal["lazy", "jagged", "padded"]
 _NO_VERSION = torch.iinfo(torch.int32).max
 _EXTRAS = ("rollout", "extras")
+_ATTENTION = ("masks", "all_attention_mask")
 
 
 def to_torchrl(batch: PackedBatch, *, layout: Layout, pad_token_id: int = 0) -> TensorDictBase:
@@ -114,12 +115,11 @@ def _row_entries(batch: PackedBatch) -> dict[Any, Tensor]:
 
 
 def _token_entries(batch: PackedBatch) -> dict[Any, Tensor]:
-    """The entries with one value a token, over prompt and response, each ``[N]``."""
+    """The entries with one value a token ``[N]``, over prompt and response, without the attention mask."""
     extras = {} if batch.extras is None else batch.extras
     return {
         ("tokens", "full"): batch.token_ids.long(),
         ("log_probs", "full"): batch.behavior_log_probs,
-        ("masks", "all_attention_mask"): torch.ones_like(batch.response_mask),
         ("masks", "all_assistant_mask"): batch.response_mask,
         ("rollout", "policy_version"): batch.policy_version,
         **{(*_EXTRAS, name): value for name, value in extras.items()},
@@ -133,7 +133,7 @@ def _ragged_entries(batch: PackedBatch) -> dict[Any, tuple[Tensor, Tensor]]:
     first = (batch.cu_seqlens[:-1] + batch.prompt_length)[_row_of_token(batch)]
     in_prompt = places < first
     prompts, responses = (_offsets(length) for length in lengths)
-    full = _token_entries(batch)
+    full = {**_token_entries(batch), _ATTENTION: torch.ones_like(batch.response_mask)}
     entries = {key: (values, batch.cu_seqlens.long()) for key, values in full.items()}
     entries["tokens", "prompt"] = full["tokens", "full"][in_prompt], prompts
     entries["tokens", "response"] = full["tokens", "full"][~in_prompt], responses
@@ -148,7 +148,7 @@ def _padded_entries(batch: PackedBatch, pad_token_id: int) -> dict[Any, Tensor]:
     column = torch.arange(total, device=prompts.device)
     mask = (column >= width - prompts) & (column < width + responses)
     pads = {("tokens", "full"): pad_token_id, ("rollout", "policy_version"): -1}
-    entries = {}
+    entries: dict[Any, Tensor] = {_ATTENTION: mask}
     for key, values in _token_entries(batch).items():
         pad = pads.get(key, torch.nan if values.is_floating_point() else 0)
         # The mask is read row by row, which is the order in which the tokens are packed.
@@ -169,7 +169,7 @@ def _flat(td: TensorDictBase, keys: dict[str, Any]) -> tuple[dict[str, Tensor], 
     first = td.get(next(iter(keys.values())))
     if first.is_nested:
         return {name: td.get(key).values() for name, key in keys.items()}, first.offsets().diff().tolist()
-    mask = td.get(("masks", "all_attention_mask"))
+    mask = td.get(_ATTENTION)
     return {name: td.get(key)[mask] for name, key in keys.items()}, mask.sum(1).tolist()
 
 
