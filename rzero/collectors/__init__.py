@@ -37,6 +37,7 @@ from rzero.collectors.weights import load_weights, named_weights, rounded_weight
 
 if TYPE_CHECKING:
     from rzero.collectors.transformers_engine import TransformersEngine
+    from rzero.collectors.vllm_engine import VLLMEngine
 
 __all__ = [
     "AsyncRolloutCollector",
@@ -62,6 +63,7 @@ __all__ = [
     "SingleTurn",
     "SlotScheduler",
     "TransformersEngine",
+    "VLLMEngine",
     "WeightPublisher",
     "Workload",
     "WorkloadMeter",
@@ -84,4 +86,8 @@ def __getattr__(name: str) -> Any:
         from rzero.collectors.transformers_engine import TransformersEngine
 
         return TransformersEngine
+    if name == "VLLMEngine":
+        from rzero.collectors.vllm_engine import VLLMEngine
+
+        return VLLMEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

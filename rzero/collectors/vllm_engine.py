@@ -3,8 +3,10 @@
     pending --slot free--> vLLM (waiting, prefill, decode, preempted) --end token, length, abort--> completion
 
 The engine's thread steps vLLM; between two steps lies the token boundary at which it pauses, swaps weights,
-aborts and takes in new requests. Importing this file needs no vLLM; making an engine does.
+aborts and takes in new requests. Importing this file needs vLLM.
 """
+
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
@@ -15,14 +17,17 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, final
 
 import torch
+import transformers
 from torch import Tensor
-from tqdm import tqdm
+
+try:
+    import vllm
+except ImportError as error:
+    raise ImportError("VLLMEngine: vLLM must be installed, e.g. by pip install 'rzero[vllm]'") from error
 
 from rzero.buffers import FinishCode, SamplingContext
 from rzero.collectors.engine import (
@@ -32,32 +37,14 @@ from rzero.collectors.engine import (
     EngineLost,
     GenerationRequest,
     InFlightPolicy,
-    packed_rows,
-    row_digests,
 )
+from rzero.collectors.vllm_core import VLLMCore
+from rzero.collectors.vllm_slots import Finished, Slot, Slots
 
-if TYPE_CHECKING:
-    from rzero.collectors.vllm_core import VLLMCore
-
-WARM_UP_TOKENS = 4
 MIN_TEMPERATURE = 0.01  # vLLM draws from another distribution below
-FINISH_CODES = {"stop": FinishCode.STOP, "length": FinishCode.LENGTH, "abort": FinishCode.ABORT}
 
 
-@dataclass(slots=True)
-class _Slot:
-    request: GenerationRequest
-    future: Future[Completion]
-    t_submit_ns: int
-    internal_name: str = ""
-    t_first_ns: int = 0
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-
-_Finished = tuple[_Slot, FinishCode, Tensor]  # with the versions of its tokens, int32 [R]
-
-
+@final
 class VLLMEngine:
     """Samples with vLLM in a thread of its own.
 
@@ -107,8 +94,6 @@ class VLLMEngine:
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         _refuse(temperature, max_slots, transfer, own_process)
-        from rzero.collectors.vllm_core import VLLMCore
-
         self._core = VLLMCore(
             Path(model),
             max_slots=max_slots,
@@ -118,23 +103,24 @@ class VLLMEngine:
             load_weights=version >= 0,
             engine_args=engine_args or {},
         )
-        self._temperature, self._eos = temperature, eos_token_ids
         self._context = _context(self._core, Path(model), temperature, tokenizer_digest)
-        self._context_id = self._context.context_id
         self._version, self._in_flight, self._max_slots = version, in_flight, max_slots
         self._core.label(max(version, 0))
-
-        self._pending: deque[_Slot] = deque()
-        self._slots: dict[str, _Slot] = {}  # by the name that vLLM's outputs carry
-        self._named = 0
-        self._cached_tokens = 0
         self._clock = Clock()
+        self._pending: deque[Slot] = deque()
+        self._slots = Slots(
+            self._core,
+            temperature=temperature,
+            eos_token_ids=eos_token_ids,
+            context_id=self._context.context_id,
+            clock=self._clock,
+        )
         self._condition = threading.Condition()
         self._pausing = self._paused = self._draining = self._closed = False
         self._error: BaseException | None = None
         self._busy_ns = 0
         try:
-            self._warm_up()
+            self._slots.warm_up(max_slots)
         except BaseException:
             self._core.close()
             raise
@@ -160,7 +146,7 @@ class VLLMEngine:
             self._refuse_if_stopped("submit")
             if self._version < 0:
                 raise RuntimeError("VLLMEngine.submit: weights must be published first, got none so far")
-            self._pending.append(_Slot(request, future, self._clock.now_ns()))
+            self._pending.append(Slot(request, future, self._clock.now_ns()))
             self._condition.notify_all()
         return future
 
@@ -170,8 +156,7 @@ class VLLMEngine:
             waiting = [slot for slot in self._pending if slot.request.uid in uids]
             self._pending = deque(slot for slot in self._pending if slot.request.uid not in uids)
             finish += [(slot, FinishCode.ABORT, torch.empty(0, dtype=torch.int32)) for slot in waiting]
-            sampling = [slot.internal_name for slot in self._slots.values() if slot.request.uid in uids]
-            finish += self._read([self._core.abort(name) for name in sampling])
+            finish += self._slots.abort(uids)
 
     def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
         """Stop at the next token boundary and return when there.
@@ -189,7 +174,7 @@ class VLLMEngine:
             self._condition.wait_for(lambda: self._paused or self._closed or self._error is not None)
             self._refuse_if_stopped("pause")
         if mode == "abort":
-            self.abort({slot.request.uid for slot in self._slots.values()})
+            self.abort(self._slots.uids())
 
     def resume(self) -> None:
         """See ``GenerationEngine.resume``."""
@@ -211,7 +196,7 @@ class VLLMEngine:
                 self._error = None if self._core.keeps_old_weights else error
                 raise
             self._version = version
-            self._start_over_what_has_no_token()
+            self._slots.start_over_untouched(version)
             if self._in_flight is InFlightPolicy.RECOMPUTE_CACHE or not self._slots:
                 self._core.forget_cache(running=bool(self._slots))
 
@@ -230,7 +215,7 @@ class VLLMEngine:
 
     def cached_tokens(self) -> int:
         """Tokens of prompts that were found in the prefix cache so far."""
-        return self._cached_tokens
+        return self._slots.cached_tokens
 
     def busy_seconds(self) -> float:
         """See ``GenerationEngine.busy_seconds``."""
@@ -252,7 +237,7 @@ class VLLMEngine:
             self._refuse_if_stopped(caller)
 
     @contextmanager
-    def _at_boundary(self) -> Iterator[list[_Finished]]:
+    def _at_boundary(self) -> Iterator[list[Finished]]:
         """Do something between two steps; responses put into the list are completed afterwards."""
         already_pausing, finished = self._pausing, []
         self.pause()
@@ -260,7 +245,7 @@ class VLLMEngine:
             with self._condition:
                 yield finished
         finally:
-            self._complete(finished)
+            self._slots.complete(finished)
             if not already_pausing:
                 self.resume()
 
@@ -273,21 +258,6 @@ class VLLMEngine:
 
     # ------------------------------------------------------------------ the engine's own thread
 
-    def _warm_up(self) -> None:
-        """Make vLLM's slow first calls: one request alone, then as many as there are slots."""
-        sizes = sorted({1, self._max_slots})
-        params = self._sampling_params(max_new_tokens=WARM_UP_TOKENS, seed=0, eos_token_ids=())
-        with tqdm(total=sum(sizes), desc="warming up vLLM", unit="response", dynamic_ncols=True) as progress:
-            for size in sizes:
-                for index in range(size):
-                    self._core.add(f"warm-up {size}.{index}", [0, 0], params, salt="warm-up")
-                done = 0
-                while done < size:
-                    finished = sum(output.finished for output in self._core.step())
-                    progress.update(finished)
-                    done += finished
-        self._core.forget_cache(running=False)
-
     def _run(self) -> None:
         try:
             while self._wait_for_work():
@@ -296,7 +266,7 @@ class VLLMEngine:
                     continue
                 started = time.monotonic_ns()
                 self._admit()
-                self._complete(self._read(self._core.step()))
+                self._slots.complete(self._slots.read(self._core.step()))
                 self._busy_ns += time.monotonic_ns() - started
         except BaseException as error:
             with self._condition:
@@ -305,10 +275,9 @@ class VLLMEngine:
         finally:
             self._core.close()
             reason = self._error or CancelledError("the engine was closed")
-            left = [*self._slots.values(), *self._pending]
-            self._slots, self._pending = {}, deque()
-            for slot in left:
-                slot.future.set_exception(reason)
+            self._slots.give_up(reason)
+            while self._pending:
+                self._pending.popleft().future.set_exception(reason)
 
     def _wait_for_work(self) -> bool:
         with self._condition:
@@ -321,7 +290,7 @@ class VLLMEngine:
 
     def _stand_still(self) -> None:
         """Stand at the token boundary until ``resume``."""
-        self._complete(self._read(self._core.stop_drawing()))
+        self._slots.complete(self._slots.read(self._core.stop_drawing()))
         with self._condition:
             self._paused = True
             self._condition.notify_all()
@@ -340,89 +309,9 @@ class VLLMEngine:
             new = [self._pending.popleft() for _ in range(room)]
         for slot in new:
             try:
-                self._start(slot)
+                self._slots.start(slot, self._version)
             except ValueError as error:  # vLLM refuses this request, e.g. a token that the model lacks
                 slot.future.set_exception(error)
-
-    def _start(self, slot: _Slot) -> None:
-        """Keys and values are shared by prompts that start with the same weights, by no others."""
-        request = slot.request
-        params = self._sampling_params(
-            max_new_tokens=request.max_new_tokens, seed=request.seed, eos_token_ids=self._eos
-        )
-        self._named += 1
-        name = f"{request.uid}.{self._named}"
-        slot.internal_name = self._core.add(name, request.prompt, params, salt=str(self._version))
-        self._slots[name] = slot
-
-    def _start_over_what_has_no_token(self) -> None:
-        """Responses without a token become ones that start with the new weights, and so do their caches."""
-        for name in [name for name, slot in self._slots.items() if not slot.tokens]:
-            slot = self._slots.pop(name)
-            self._core.abort(slot.internal_name)
-            self._start(slot)
-
-    def _sampling_params(self, *, max_new_tokens: int, seed: int, eos_token_ids: tuple[int, ...]) -> Any:
-        from rzero.collectors.vllm_outputs import sampling_params
-
-        return sampling_params(
-            temperature=self._temperature,
-            seed=seed,
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=eos_token_ids,
-            streaming=True,
-        )
-
-    def _read(self, outputs: list[Any]) -> list[_Finished]:
-        """Take in what vLLM drew; returns the responses that ended."""
-        from rzero.collectors.vllm_outputs import sampled_log_probs, token_versions
-
-        now, finished = self._clock.now_ns(), []
-        for output in outputs:
-            slot, drawn = self._slots[output.request_id], output.outputs[0]
-            if drawn.token_ids:
-                slot.t_first_ns = slot.t_first_ns or now
-                slot.log_probs += sampled_log_probs(drawn)
-                slot.tokens += drawn.token_ids
-            if output.finished:
-                del self._slots[output.request_id]
-                if drawn.finish_reason not in FINISH_CODES:
-                    raise EngineError(
-                        f"VLLMEngine: vLLM must end a response by one of {list(FINISH_CODES)}, "
-                        f"got {drawn.finish_reason!r}"
-                    )
-                self._cached_tokens += output.num_cached_tokens or 0
-                versions = token_versions(drawn, len(slot.tokens))
-                finished.append((slot, FINISH_CODES[drawn.finish_reason], versions))
-        return finished
-
-    def _complete(self, finished: list[_Finished]) -> None:
-        """Resolve the futures of responses that ended."""
-        if not finished:
-            return
-        now = self._clock.now_ns()
-        requests = [slot.request for slot, _, _ in finished]
-        lengths = [len(slot.tokens) for slot, _, _ in finished]
-        response = torch.tensor([t for slot, _, _ in finished for t in slot.tokens], dtype=torch.int32)
-        log_probs = torch.tensor([p for slot, _, _ in finished for p in slot.log_probs], dtype=torch.float32)
-        versions = torch.cat([version for _, _, version in finished])
-        rows = packed_rows([r.prompt for r in requests], lengths, response, log_probs, versions)
-        parts = zip(response.split(lengths), log_probs.split(lengths), row_digests(rows), strict=True)
-        for (slot, code, version), (tokens, drawn_with, digest) in zip(finished, parts, strict=True):
-            slot.future.set_result(
-                Completion(
-                    request=slot.request,
-                    response=tokens,
-                    behavior_log_probs=drawn_with,
-                    policy_version=version,
-                    finish_code=code,
-                    context_id=self._context_id,
-                    t_submit_ns=slot.t_submit_ns,
-                    t_first_ns=slot.t_first_ns or now,
-                    t_done_ns=now,
-                    digest=digest,
-                )
-            )
 
 
 def _refuse(temperature: float, max_slots: int, transfer: str, own_process: bool) -> None:
@@ -434,16 +323,9 @@ def _refuse(temperature: float, max_slots: int, transfer: str, own_process: bool
         raise ValueError(f"VLLMEngine: transfer must be 'shared_memory' or 'nccl', got {transfer!r}")
     if transfer == "nccl" and not own_process:
         raise ValueError("VLLMEngine: own_process must be True with transfer='nccl', got False")
-    if find_spec("vllm") is None:
-        raise ImportError(
-            "VLLMEngine: vLLM must be installed, by pip install 'rzero[vllm]', got no package vllm"
-        )
 
 
 def _context(core: VLLMCore, model: Path, temperature: float, tokenizer_digest: str) -> SamplingContext:
-    import transformers
-    import vllm
-
     config = transformers.AutoConfig.from_pretrained(model).to_json_string(use_diff=False)
     return SamplingContext(
         temperature=temperature,

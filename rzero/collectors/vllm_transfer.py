@@ -93,8 +93,8 @@ class NCCLTransfer:
             )
             if wrong:
                 raise EngineError(
-                    f"VLLMEngine.swap: {len(wrong)} of {len(digests)} tensors differ from the learner's after "
-                    f"loading, first {wrong[0]}"
+                    f"VLLMEngine.swap: {len(wrong)} of {len(digests)} tensors differ from the learner's "
+                    f"after loading, first {wrong[0]}"
                 )
 
     # What vLLM's sender calls to reach the workers.
