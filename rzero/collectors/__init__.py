@@ -14,6 +14,7 @@ from rzero.collectors.engine import (
     GenerationRequest,
     InFlightPolicy,
 )
+from rzero.collectors.environment import Environment, MultiTurn, Step, Trajectory
 from rzero.collectors.failures import GroupFailed
 from rzero.collectors.interaction import Interaction
 from rzero.collectors.lag import LagReport
@@ -47,12 +48,14 @@ __all__ = [
     "CreditScheduler",
     "EngineError",
     "EngineLost",
+    "Environment",
     "GenerationEngine",
     "GenerationRequest",
     "GroupFailed",
     "InFlightPolicy",
     "Interaction",
     "LagReport",
+    "MultiTurn",
     "Order",
     "Prompt",
     "PublishReport",
@@ -62,6 +65,8 @@ __all__ = [
     "Simulation",
     "SingleTurn",
     "SlotScheduler",
+    "Step",
+    "Trajectory",
     "TransformersEngine",
     "VLLMEngine",
     "WeightPublisher",

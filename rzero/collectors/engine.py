@@ -118,28 +118,30 @@ def packed_rows(
         response_lengths: B.
         response: int [R], responses end to end.
         behavior_log_probs: float32 [R].
-        policy_version: int32 [R].
+        policy_version: int32 [R]; -1, beside a log-probability of NaN, where an environment spoke.
 
     Returns:
         ``token_ids`` int32 [N], ``behavior_log_probs`` float32 [N] (NaN over prompts, where nothing was
-        sampled), ``policy_version`` int32 [N] (-1 over prompts), ``response_mask`` bool [N] (False over
-        prompts) and ``cu_seqlens`` int64 [B + 1].
+        sampled), ``policy_version`` int32 [N] (-1 over prompts), ``response_mask`` bool [N] (True where the
+        version is not -1) and ``cu_seqlens`` int64 [B + 1].
     """
     spans = [length for p, r in zip(prompts, response_lengths, strict=True) for length in (len(p), r)]
-    mask = np.repeat(np.arange(len(spans)) % 2 == 1, spans)
-    ids = np.empty(len(mask), dtype=np.int32)
-    ids[~mask] = np.fromiter(chain.from_iterable(prompts), dtype=np.int32, count=len(mask) - int(mask.sum()))
-    ids[mask] = response.cpu().numpy()
-    log_probs = np.full(len(mask), np.nan, dtype=np.float32)
-    log_probs[mask] = behavior_log_probs.cpu().numpy()
-    version = np.full(len(mask), -1, dtype=np.int32)
-    version[mask] = policy_version.cpu().numpy()
+    in_response = np.repeat(np.arange(len(spans)) % 2 == 1, spans)
+    ids = np.empty(len(in_response), dtype=np.int32)
+    ids[~in_response] = np.fromiter(
+        chain.from_iterable(prompts), dtype=np.int32, count=len(in_response) - int(in_response.sum())
+    )
+    ids[in_response] = response.cpu().numpy()
+    log_probs = np.full(len(in_response), np.nan, dtype=np.float32)
+    log_probs[in_response] = behavior_log_probs.cpu().numpy()
+    version = np.full(len(in_response), -1, dtype=np.int32)
+    version[in_response] = policy_version.cpu().numpy()
     bounds = np.concatenate([[0], np.cumsum(np.asarray(spans, dtype=np.int64).reshape(-1, 2).sum(1))])
     return {
         "token_ids": ids,
         "behavior_log_probs": log_probs,
         "policy_version": version,
-        "response_mask": mask,
+        "response_mask": version >= 0,
         "cu_seqlens": bounds,
     }
 

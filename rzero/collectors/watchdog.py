@@ -32,9 +32,9 @@ class Watch:
 
     __slots__ = ("deadline", "expire")
 
-    def __init__(self, deadline: float, expire: Callable[[], None]) -> None:
+    def __init__(self, deadline: float, expire: Callable[[], object]) -> None:
         self.deadline = deadline
-        self.expire: Callable[[], None] | None = expire
+        self.expire: Callable[[], object] | None = expire
 
     def over(self) -> None:
         """It is done."""
@@ -63,7 +63,7 @@ class Watchdog:
         self._closed = False
         threading.Thread(target=self._run, name="Watchdog", daemon=True).start()
 
-    def watch(self, expire: Callable[[], None]) -> Watch:
+    def watch(self, expire: Callable[[], object]) -> Watch:
         """Begin a watch.
 
         Args:
@@ -89,7 +89,7 @@ class Watchdog:
         while (expire := self._next_expired()) is not None:
             expire()
 
-    def _next_expired(self) -> Callable[[], None] | None:
+    def _next_expired(self) -> Callable[[], object] | None:
         with self._condition:
             while not self._closed:
                 self._forget_the_past()

@@ -42,9 +42,8 @@ def make_collector(engines, *, nominal_lag, order=None, reward_fn=length_reward,
             capacity_updates=nominal_lag + 2,
         ),
         group_size=GROUP,
-        max_new_tokens=6,
         seed=0,
-        **{"timeout": 30.0, **settings},
+        **{"max_new_tokens": 6, "timeout": 30.0, **settings},
     )
 
 
