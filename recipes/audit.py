@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.figures import draw_audit
+from recipes.audit_report import audit_table, draw_audit
 from recipes.launch import parse, run
 from recipes.policy import load_policy
 from recipes.reinforce_zero import Config, learn
@@ -80,21 +80,8 @@ def main() -> None:
 def save(rows: list[dict[str, Any]], folder: Path) -> None:
     """Write ``audit.json`` and ``audit.png`` and print the table."""
     (folder / "audit.json").write_text(json.dumps(rows, indent=2) + "\n")
-    draw_audit(folder)
-    columns = {
-        "step": 6,
-        "kernels": 9,
-        "version": 8,
-        "tokens": 9,
-        "mismatching": 13,
-        "left_out": 10,
-        "max_ulp": 9,
-    }
-    print("\n  " + "".join(f"{name:>{width}}" for name, width in columns.items()) + "  first_difference")
-    for row in rows:
-        cells = "".join(f"{row[name]:>{width}}" for name, width in columns.items())
-        print(f"  {cells}  {row['first_difference'] or '-'}")
-    print(f"\n  {folder}", flush=True)
+    draw_audit(rows, folder / "audit.png")
+    print(f"\n{audit_table(rows)}\n\n  {folder}", flush=True)
 
 
 if __name__ == "__main__":

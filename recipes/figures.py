@@ -20,20 +20,6 @@ def draw_run(folder: Path) -> None:
         figure.savefig(folder / f"{name}.png", dpi=120)
 
 
-def draw_audit(folder: Path) -> None:
-    """Draw ``audit.png``: the share of tokens that differ, audit by audit, from ``audit.json``."""
-    rows = json.loads((folder / "audit.json").read_text())
-    figure, axes = _new_figure()
-    shares = [100 * row["mismatching"] / max(1, row["tokens"]) for row in rows]
-    bars = axes.bar(range(len(rows)), shares, color=["C3" if share else "C2" for share in shares])
-    axes.bar_label(bars, [f"{row['mismatching']} of {row['tokens']}" for row in rows])
-    names = [f"{row['kernels']}\nversion {row['version']}" for row in rows]
-    axes.set_xticks(range(len(rows)), names)
-    axes.set(ylabel="tokens that differ, %", ylim=(0, 105))
-    axes.set_title("Sampler against learner, equal weights and histories")
-    figure.savefig(folder / "audit.png", dpi=120)
-
-
 def smooth(values: list[float]) -> np.ndarray:
     """Centred moving average over about a fortieth of the curve."""
     width = max(1, len(values) // 40)
