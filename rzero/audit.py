@@ -44,7 +44,8 @@ class AuditReport:
         kl: Mean of exp(d) - 1 - d over the compared tokens, d = recomputed - recorded: an estimate of the
             divergence between sampler and trainer, 0 only if every d is.
         first_difference: The first module or op, in the order of computation, with an output row that
-            differs: ``model.layers.0.self_attn:rope`` is rope in the attention of the first layer;
+            differs: ``model.layers.0.self_attn:rope`` is rope in the attention of the first layer,
+            ``...o_proj:input`` what was computed before ``o_proj`` in a model that is not aligned;
             ``log_softmax`` stands for what follows equal logits. None if nothing differs or the engine
             recorded nothing.
         traced_modules: Number of modules and ops compared.

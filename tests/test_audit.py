@@ -152,7 +152,7 @@ def test_auditing_takes_the_steps_that_sampling_takes(make_engine, monkeypatch):
         model(input_ids=ids)
     # The table of rope is made once.
     assert calls == [op for op in plain if op != "rope_table"] and "gated_mlp" in calls
-    assert {name.split(":")[1] for name in trace if ":" in name} == {*calls, "rope_table"}
+    assert {name.split(":")[1] for name in trace if ":" in name} == {*calls, "rope_table", "input"}
 
 
 def test_a_learner_that_computes_prompts_once_is_compared_too(make_engine, monkeypatch):  # noqa: F811
@@ -204,6 +204,45 @@ def test_after_an_update_and_a_publish_it_is_exact_again(make_engine):  # noqa: 
     engine.swap(1, weights, weight_digests(weights))
     report = run(engine, learner, version=1)
     assert report.exact, str(report)
+
+
+def test_what_a_model_computes_between_its_modules_shows_in_the_input_of_the_next(make_engine):  # noqa: F811
+    native = {"kernel_fingerprint": "native", "log_softmax": lambda logits: torch.log_softmax(logits, -1)}
+    theirs = llama().double()  # so precise that what torch's kernels add is small beside what is changed
+    theirs.model.layers[1].self_attn.scaling *= 1.001
+    with traced(theirs) as changed, torch.no_grad():
+        theirs(input_ids=torch.tensor([[1, 4, 5]]))
+    with traced(ours := llama().double()) as plain, torch.no_grad():
+        ours(input_ids=torch.tensor([[1, 4, 5]]))
+    first = next(name for name in plain if not torch.equal(plain[name], changed[name]))
+    assert first == "model.layers.1.self_attn.o_proj:input"
+    report = run(make_engine(theirs.float(), max_slots=1, **native), llama(), **native)
+    assert not report.exact and report.first_difference is not None
+
+
+class SwapsHalfway:
+    """An engine whose weights are replaced between the first and the second half of the requests."""
+
+    def __init__(self, engine, weights):
+        self.engine, self.weights, self.futures = engine, weights, []
+
+    def submit(self, request):
+        if len(self.futures) == len(PROMPTS) // 2:
+            self.futures[0].result()
+            self.engine.swap(1, self.weights, weight_digests(self.weights))
+        self.futures.append(self.engine.submit(request))
+        return self.futures[-1]
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+
+def test_what_other_weights_drew_is_left_out_by_version(make_engine):  # noqa: F811
+    learner = aligned(seed=1)
+    engine = make_engine(aligned(), max_slots=7, **EXACT)  # half-sampled responses go on with the new weights
+    report = run(SwapsHalfway(engine, named_weights(learner)), aligned())
+    assert report.exact, str(report)
+    assert report.tokens > 0 and report.left_out >= len(PROMPTS) // 2
 
 
 def test_checksums_see_single_bits_and_the_sign_of_zero():

@@ -41,9 +41,10 @@ class _Observer:
         self._trace, self._name = trace, name
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, Tensor) and first.ndim == 3:
-            self._trace[self._name] = row_checksums(first)
+        for name, value in ((f"{self._name}:input", args), (self._name, output)):
+            first = value[0] if isinstance(value, tuple) and value else value
+            if isinstance(first, Tensor) and first.ndim == 3:
+                self._trace[name] = row_checksums(first)
 
     def observe(self, op: str, rows: Tensor) -> None:
         """Record [n, t, ...], the output of ``op`` inside of the module."""
@@ -59,7 +60,8 @@ def traced(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     Yields:
         Filled during the forward, in the order of computation: module name, or ``module name:op`` for the ops
         that an aligned module names (rzero.kernels.align), to int64 [n, t] checksums of the rows of its
-        output. Modules are recorded if their (first) output is a tensor [n, t, K].
+        output; ``module name:input`` is what went in, which shows what was computed between two modules.
+        Recorded are tensors [n, t, K] that come first.
     """
     trace: dict[str, Tensor] = {}
     handles = [
