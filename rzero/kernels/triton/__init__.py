@@ -1,5 +1,7 @@
 """The Triton backend: CUDA and ROCm, invariant by construction (triton.contract, docs/kernels.md)."""
 
+from rzero.kernels.exact.rotary import rope_table
+from rzero.kernels.triton.attention import attention, attention_paged, attention_varlen, round_kv
 from rzero.kernels.triton.linear import linear, linear_joined, matmul
 from rzero.kernels.triton.mlp import gated_mlp, silu_mul
 from rzero.kernels.triton.norm import add_rms_norm, rms_norm
@@ -8,6 +10,9 @@ from rzero.kernels.triton.softmax import linear_log_probs, log_softmax
 
 __all__ = [
     "add_rms_norm",
+    "attention",
+    "attention_paged",
+    "attention_varlen",
     "gated_mlp",
     "linear",
     "linear_joined",
@@ -16,5 +21,7 @@ __all__ = [
     "matmul",
     "rms_norm",
     "rope",
+    "rope_table",
+    "round_kv",
     "silu_mul",
 ]

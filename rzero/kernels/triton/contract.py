@@ -11,6 +11,7 @@ import torch
 __all__ = [
     "KV_SPLIT",
     "KV_TILE",
+    "ROW_BLOCK",
     "ROW_SEGMENT",
     "SEGMENTS",
     "VOCAB_CHUNK",
@@ -27,14 +28,11 @@ KV_SPLIT = 1024  # keys whose partial result is merged as one, in ascending orde
 VOCAB_TILE = 128  # logits of one step of a softmax over a vocabulary
 VOCAB_SPLIT = 1024  # logits whose partial result is merged as one, by a tree
 VOCAB_CHUNK = 4096  # logits whose gradient is held at a time
-ROW_SEGMENT = 64  # rows summed as one by a tree, in gradients of weights [K]
+ROW_SEGMENT = 1024  # rows whose sum is one, in gradients of weights [K] and biases
+ROW_BLOCK = 64  # rows summed as one by a tree there; blocks ascend
 
-# (N, K, dtype, family) -> number of segments of K. By arithmetic, not yet by measurement: the few
-# column tiles of a long reduction would leave most of a chip idle while it decodes.
-SEGMENTS: dict[tuple[int, int, torch.dtype, str], int] = {
-    (1536, 8960, torch.bfloat16, "sm_90"): 8,  # down projection of DeepSeek-R1-Distill-Qwen-1.5B
-    (3584, 18944, torch.bfloat16, "sm_90"): 8,  # and of its 7B sibling
-}
+# (N, K, dtype, family) -> number of segments of K, where measurements favour another than ``segments`` takes.
+SEGMENTS: dict[tuple[int, int, torch.dtype, str], int] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +58,20 @@ def chain_k(dtype: torch.dtype) -> int:
 
 
 def segments(columns: int, depth: int, dtype: torch.dtype, family: str) -> int:
-    """Into how many segments K is cut: a power of two up to 8, whatever the number of rows.
+    """Into how many equal segments K is cut: 1, 2 or 4, whatever the number of rows.
 
     Listed shapes have their own. Otherwise: as many as bring tiles of 64 columns times segments to 128
-    programs, but no segment shorter than 512.
+    programs, for a long reduction of few columns would leave most of a chip idle while it decodes; but no
+    segment is shorter than 512 terms, or no whole number of steps.
     """
     listed = SEGMENTS.get((columns, depth, dtype, family))
     if listed is not None:
         return listed
     count = 1
-    while count < 8 and columns * count < 128 * 64 and depth >= 1024 * count:
+    step = chain_k(dtype)
+    while (
+        count < 4 and columns * count < 128 * 64 and depth >= 1024 * count and not depth % (2 * count * step)
+    ):
         count *= 2
     return count
 
@@ -97,7 +99,7 @@ def numeric_contract(arch: str, family: str, compiler: str) -> dict[str, object]
     constants = (
         ("chain_k", (chain_k(torch.bfloat16), chain_k(torch.float32))),
         ("instruction", _INSTRUCTIONS[family]),
-        ("segments", ("columns * s < 8192 and depth >= 1024 s", tuple(table))),
+        ("segments", ("s < 4, columns s < 8192, depth >= 1024 s, whole steps", tuple(table))),
     )
     ops = [
         NumericContract(op="linear", order=product, rounding="float32, bias, dtype", constants=constants),

@@ -17,7 +17,8 @@ def row_sum(x):
     Each addition has two operands, so no layout, warp count or compiler can choose another order, as it may
     inside ``tl.sum`` over more.
     """
-    for _ in tl.static_range(log2(x.shape[1])):  # type: ignore[misc]
+    steps: tl.constexpr = log2(x.shape[1])
+    for _ in tl.static_range(steps):  # type: ignore[misc]
         x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), axis=1)
     return tl.reshape(x, [x.shape[0]])
 
@@ -25,7 +26,8 @@ def row_sum(x):
 @triton.jit
 def column_halves_sum(x):
     """[W, C] -> [C], W a power of two: the same tree over rows."""
-    for _ in tl.static_range(log2(x.shape[0])):  # type: ignore[misc]
+    steps: tl.constexpr = log2(x.shape[0])
+    for _ in tl.static_range(steps):  # type: ignore[misc]
         x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), axis=0)
     return tl.reshape(x, [x.shape[1]])
 
@@ -43,17 +45,16 @@ def exp_or_zero(x, shift):
 
 
 @triton.jit
-def locate(offsets, count, tile, SIZE: tl.constexpr):
-    """Which sequence tile number ``tile`` falls in, if each of ``count`` sequences starts a tile of its own.
+def locate(offsets, count, tile, GROUP: tl.constexpr, SIZE: tl.constexpr):
+    """Which of ``count`` sequences owns tile number ``tile``, if each starts a tile of its own.
 
-    Sequence b owns the tiles from offsets[b] // SIZE + b on, which leaves room for cdiv(length, SIZE).
+    Sequence b owns the tiles from offsets[b] * GROUP // SIZE + b on: room for cdiv(length * GROUP, SIZE).
     """
     low = 0
     high = count
     while high - low > 1:
         middle = (low + high) // 2
-        first = tl.load(offsets + middle) // SIZE + middle
-        if first <= tile:
+        if tl.load(offsets + middle).to(tl.int32) * GROUP // SIZE + middle <= tile:
             low = middle
         else:
             high = middle

@@ -8,7 +8,7 @@ On sm_90 and sm_100 no tile has fewer than 64 rows: the matrix instruction would
 tcgen05 to mma.sync), and that the two give equal bits is not established.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ __all__ = [
     "DEFAULTS",
     "LAUNCHES",
     "Launch",
+    "attention_backward_launch",
     "attention_launch",
     "options",
     "product_launch",
@@ -94,10 +95,14 @@ _ATTENTION = {
 }
 
 
-def product_launch(rows: int, columns: int, depth: int, dtype: torch.dtype, family: str) -> Launch:
-    """Parameters of a product [rows, depth] x [depth, columns]."""
+def product_launch(
+    rows: int, columns: int, depth: int, dtype: torch.dtype, family: str, *, segments: int
+) -> Launch:
+    """Parameters of a product [rows, depth] x [depth, columns] in ``segments``."""
     entries = LAUNCHES.get((columns, depth, dtype, family)) or DEFAULTS[family, dtype == torch.float32]
-    return next(launch for most, launch in entries if rows <= most)
+    launch = next(launch for most, launch in entries if rows <= most)
+    # Three accumulators are alive at a time in the tree of four segments.
+    return replace(launch, block_n=64) if segments == 4 and launch.block_n > 64 else launch
 
 
 def vocabulary_launch(rows: int, dtype: torch.dtype, family: str) -> Launch:
@@ -107,10 +112,20 @@ def vocabulary_launch(rows: int, dtype: torch.dtype, family: str) -> Launch:
     return next(launch for most, launch in _VOCABULARY[family] if rows <= most)
 
 
-def attention_launch(dtype: torch.dtype, family: str) -> Launch:
-    """Parameters of the attention kernels; their columns are the contract's KV tile."""
+def attention_launch(size: int, dtype: torch.dtype, family: str, *, masked: bool) -> Launch:
+    """Parameters of attention with heads of ``size``; its columns are the contract's KV tile."""
     launch = _ATTENTION[family]
-    return _launch(32, 0, 4, 1) if dtype == torch.float32 and family != "interpreter" else launch
+    if family == "interpreter":
+        return launch
+    if dtype == torch.float32:
+        return _launch(32, 0, 8, 1)
+    return replace(launch, warps=launch.warps if size <= 64 else 8, stages=1 if masked else launch.stages)
+
+
+def attention_backward_launch(size: int, dtype: torch.dtype, family: str) -> Launch:
+    """Parameters of the backward kernels of attention, which hold two accumulators of float32."""
+    launch = attention_launch(size, dtype, family, masked=False)
+    return launch if family == "interpreter" else replace(launch, warps=8)
 
 
 def options(launch: Launch, family: str) -> dict[str, object]:

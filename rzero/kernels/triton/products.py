@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rzero.kernels.triton.contract import ROW_SEGMENT, chain_k
+from rzero.kernels.triton.contract import ROW_BLOCK, ROW_SEGMENT, chain_k
 from rzero.kernels.triton.devices import architecture, family, run
 from rzero.kernels.triton.language import column_halves_sum
 from rzero.kernels.triton.launch import FEW, Launch, options, product_launch
@@ -16,7 +16,9 @@ __all__ = ["launch_column_sum", "launch_product"]
 @triton.jit
 def chain(
     a_rows,
+    a_real,
     b_columns,
+    b_real,
     start,
     stop,
     stride_ak,
@@ -28,7 +30,8 @@ def chain(
 ):
     """Sum over k in [start, stop) from zero, in ascending steps; ``WHOLE`` says that no step is cut short.
 
-    ``a_rows`` are pointers [BLOCK_M, 1] to rows of a, ``b_columns`` [1, BLOCK_N] to columns of b.
+    ``a_rows`` are pointers [BLOCK_M, 1] to rows of a, read where ``a_real``, ``b_columns`` [1, BLOCK_N] to
+    columns of b, read where ``b_real``.
     """
     acc = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     ks = tl.arange(0, BLOCK_K)
@@ -37,11 +40,11 @@ def chain(
         a_ptrs = a_rows + k[None, :] * stride_ak
         b_ptrs = b_columns + k[:, None] * stride_bk
         if WHOLE:
-            a = tl.load(a_ptrs)
-            b = tl.load(b_ptrs)
+            a = tl.load(a_ptrs, mask=a_real[:, None], other=0.0)
+            b = tl.load(b_ptrs, mask=b_real[None, :], other=0.0)
         else:
-            a = tl.load(a_ptrs, mask=k[None, :] < stop, other=0.0)
-            b = tl.load(b_ptrs, mask=k[:, None] < stop, other=0.0)
+            a = tl.load(a_ptrs, mask=a_real[:, None] & (k < stop)[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=b_real[None, :] & (k < stop)[:, None], other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc
 
@@ -50,7 +53,9 @@ def chain(
 def segment(
     number,
     a_rows,
+    a_real,
     b_columns,
+    b_real,
     depth,
     stride_ak,
     stride_bk,
@@ -60,17 +65,21 @@ def segment(
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Segment ``number`` of the product; the last ones may be shorter, or empty."""
+    """Segment ``number`` of the product; the only one may end inside a step."""
     length = (depth + BLOCK_K * SEGMENTS - 1) // (BLOCK_K * SEGMENTS) * BLOCK_K
     start = number * length
     stop = tl.minimum(start + length, depth)
-    return chain(a_rows, b_columns, start, stop, stride_ak, stride_bk, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE)
+    return chain(
+        a_rows, a_real, b_columns, b_real, start, stop, stride_ak, stride_bk, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+    )
 
 
 @triton.jit
 def product(
     a_rows,
+    a_real,
     b_columns,
+    b_real,
     depth,
     stride_ak,
     stride_bk,
@@ -80,36 +89,70 @@ def product(
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) of the segments there are."""
+    """(0 + 1) + (2 + 3) of the segments there are."""
     acc = segment(
-        0, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+        0,
+        a_rows,
+        a_real,
+        b_columns,
+        b_real,
+        depth,
+        stride_ak,
+        stride_bk,
+        SEGMENTS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        WHOLE,
     )
     if SEGMENTS >= 2:
         acc += segment(
-            1, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+            1,
+            a_rows,
+            a_real,
+            b_columns,
+            b_real,
+            depth,
+            stride_ak,
+            stride_bk,
+            SEGMENTS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            WHOLE,
         )
     if SEGMENTS >= 4:
         pair = segment(
-            2, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+            2,
+            a_rows,
+            a_real,
+            b_columns,
+            b_real,
+            depth,
+            stride_ak,
+            stride_bk,
+            SEGMENTS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            WHOLE,
         )
         pair += segment(
-            3, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+            3,
+            a_rows,
+            a_real,
+            b_columns,
+            b_real,
+            depth,
+            stride_ak,
+            stride_bk,
+            SEGMENTS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            WHOLE,
         )
         acc += pair
-    if SEGMENTS >= 8:
-        left = segment(
-            4, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
-        )
-        left += segment(
-            5, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
-        )
-        right = segment(
-            6, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
-        )
-        right += segment(
-            7, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
-        )
-        acc += left + right
     return acc
 
 
@@ -135,6 +178,7 @@ def product_kernel(
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -151,20 +195,46 @@ def product_kernel(
     within = tl.program_id(0) % strip
     m = (top + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows and columns past the end repeat the first one, and are not stored.
-    a_rows = a + batch * stride_az + tl.where(m < rows, m, 0).to(tl.int64)[:, None] * stride_am
-    b_columns = b + batch * stride_bz + tl.where(n < columns, n, 0).to(tl.int64)[None, :] * stride_bn
-    stored = (m < rows)[:, None] & (n < columns)[None, :]
+    a_rows = a + batch * stride_az + m.to(tl.int64)[:, None] * stride_am
+    b_columns = b + batch * stride_bz + n.to(tl.int64)[None, :] * stride_bn
+    if ALIGNED:  # so that the compiler knows it, and loads widely along m
+        rows = rows // 16 * 16
+    a_real = m < rows
+    b_real = n < columns
+    stored = a_real[:, None] & b_real[None, :]
     if SPLIT:
         number = tl.program_id(1)
         acc = segment(
-            number, a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+            number,
+            a_rows,
+            a_real,
+            b_columns,
+            b_real,
+            depth,
+            stride_ak,
+            stride_bk,
+            SEGMENTS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            WHOLE,
         )
         row = number.to(tl.int64) * rows + m
         tl.store(out + row[:, None] * columns + n[None, :], acc, mask=stored)
     else:
         acc = product(
-            a_rows, b_columns, depth, stride_ak, stride_bk, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+            a_rows,
+            a_real,
+            b_columns,
+            b_real,
+            depth,
+            stride_ak,
+            stride_bk,
+            SEGMENTS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            WHOLE,
         )
         if BIAS:
             acc += tl.load(bias + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
@@ -197,13 +267,6 @@ def combine_kernel(
         acc += tl.load(first + 2 * size, mask=here, other=0.0) + tl.load(
             first + 3 * size, mask=here, other=0.0
         )
-    if SEGMENTS >= 8:
-        left = tl.load(first + 4 * size, mask=here, other=0.0) + tl.load(
-            first + 5 * size, mask=here, other=0.0
-        )
-        acc += left + (
-            tl.load(first + 6 * size, mask=here, other=0.0) + tl.load(first + 7 * size, mask=here, other=0.0)
-        )
     if BIAS:
         acc += tl.load(bias + n, mask=here, other=0.0).to(tl.float32)
     tl.store(out + row.to(tl.int64) * stride_om + n, acc.to(out.dtype.element_ty), mask=here)
@@ -220,13 +283,15 @@ def column_sum_kernel(
     stride_x,
     stride_y,
     WEIGHTED: tl.constexpr,
+    SEGMENT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum over rows of x, or of x * (y * scale[row]): segments of ``ROWS`` by a tree, ascending."""
+    """Sum over SEGMENT rows of x, or of x * (y * scale[row]): blocks of ROWS by halving, ascending."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * SEGMENT
     acc = tl.full([BLOCK], 0.0, tl.float32)
-    for start in range(0, rows, ROWS):
+    for start in range(first, tl.minimum(first + SEGMENT, rows), ROWS):
         m = (start + tl.arange(0, ROWS)).to(tl.int64)
         here = (m < rows)[:, None] & (n < columns)[None, :]
         value = tl.load(x + m[:, None] * stride_x + n[None, :], mask=here, other=0.0).to(tl.float32)
@@ -234,7 +299,8 @@ def column_sum_kernel(
             other = tl.load(y + m[:, None] * stride_y + n[None, :], mask=here, other=0.0).to(tl.float32)
             value *= other * tl.load(scale + m, mask=m < rows, other=0.0)[:, None]
         acc += column_halves_sum(value)
-    tl.store(out + n, acc.to(out.dtype.element_ty), mask=n < columns)
+    place = tl.program_id(1).to(tl.int64) * columns + n
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=n < columns)
 
 
 def launch_product(
@@ -255,15 +321,16 @@ def launch_product(
         b: [Z, K, N], any strides.
         bias: [N] contiguous, or None.
         out: [Z, M, N], its last stride 1.
-        segments: Of K: 1, 2, 4 or 8.
+        segments: Of K: 1, 2 or 4.
         add: Add to ``out``, which is float32.
         launch: Parameters; the tables' by default.
         split: Segments as programs of their own; by default where Z is 1 and rows are few.
     """
     batch, rows, depth = a.shape
     columns = b.shape[2]
+    a, b = (x if 1 in x.stride()[1:] else x.contiguous() for x in (a, b))
     chips = family(architecture(a.device))
-    launch = launch or product_launch(rows, columns, depth, a.dtype, chips)
+    launch = launch or product_launch(rows, columns, depth, a.dtype, chips, segments=segments)
     if split is None:
         split = batch == 1 and rows <= FEW
     split = split and segments > 1 and not add
@@ -289,6 +356,7 @@ def launch_product(
         ADD=add,
         BIAS=bias is not None and not split,
         WHOLE=depth % (block_k * segments) == 0,
+        ALIGNED=a.stride(1) == 1 and rows % 16 == 0,
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
         BLOCK_K=block_k,
@@ -312,20 +380,29 @@ def launch_product(
 
 
 def launch_column_sum(x: Tensor, out: Tensor, *, weight: tuple[Tensor, Tensor] | None = None) -> None:
-    """Write the sum over rows of x [M, N] into ``out`` [N]; with weight (y [M, N], s [M]) of x * (y * s)."""
+    """Write the sum over rows of x [M, N] into ``out`` [N]; with weight (y [M, N], s [M]) of x * (y * s).
+
+    Segments of ROW_SEGMENT rows first, then their sums.
+    """
+    rows, columns = x.shape
     y, scale = weight or (x, x)
-    block = 64
-    run(
-        column_sum_kernel,
-        (triton.cdiv(x.shape[1], block),),
-        x,
-        y,
-        scale,
-        out,
-        *x.shape,
-        x.stride(0),
-        y.stride(0),
-        WEIGHTED=weight is not None,
-        ROWS=ROW_SEGMENT,
-        BLOCK=block,
-    )
+    count, block = triton.cdiv(rows, ROW_SEGMENT), 64
+    sums = torch.empty(count, columns, dtype=torch.float32, device=x.device)
+    for source, target, height, parts in ((x, sums, rows, count), (sums, out, count, 1)):
+        weighted = weight is not None and source is x
+        run(
+            column_sum_kernel,
+            (triton.cdiv(columns, block), parts),
+            source,
+            y if weighted else source,
+            scale if weighted else source,
+            target,
+            height,
+            columns,
+            source.stride(0),
+            y.stride(0) if weighted else 0,
+            WEIGHTED=weighted,
+            SEGMENT=ROW_SEGMENT if source is x else 1 << 30,
+            ROWS=ROW_BLOCK,
+            BLOCK=block,
+        )

@@ -22,10 +22,10 @@ def update(m, s, e, z):
     """One tile z [R, W] more; impossible logits are -inf."""
     new = tl.maximum(m, tl.max(z, axis=1))
     shrink = exp_or_zero(m, new)
-    p = exp_or_zero(z, new[:, None])
-    shifted = z - tl.where(new == float("-inf"), 0.0, new)[:, None]
     shift = tl.where(s > 0, m - new, 0.0)
-    e = (e + s * shift) * shrink + row_sum(tl.where(z == float("-inf"), 0.0, p * shifted))
+    d = z - tl.where(new == float("-inf"), 0.0, new)[:, None]
+    p = tl.exp(d)
+    e = (e + s * shift) * shrink + row_sum(tl.where(p > 0, p * d, 0.0))
     s = s * shrink + row_sum(p)
     return new, s, e
 
@@ -113,6 +113,7 @@ def log_softmax_backward_kernel(grad, log_probs, out, columns, BLOCK: tl.constex
 @triton.jit
 def logit_tile(
     hidden_rows,
+    hidden_real,
     weight,
     n,
     columns,
@@ -128,12 +129,15 @@ def logit_tile(
     WHOLE: tl.constexpr,
 ):
     """Logits [BLOCK_M, BLOCK_N] as ``linear`` gives them, divided by the temperature; -inf past the end."""
-    weight_rows = weight + tl.where(n < columns, n, 0).to(tl.int64)[None, :] * stride_w
-    z = product(hidden_rows, weight_rows, depth, 1, 1, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE)
+    real = n < columns
+    weight_rows = weight + n.to(tl.int64)[None, :] * stride_w
+    z = product(
+        hidden_rows, hidden_real, weight_rows, real, depth, 1, 1, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
+    )
     z = z.to(dtype).to(tl.float32)
     if DIVIDE:
         z = divide(z, temperature)
-    return tl.where((n < columns)[None, :], z, float("-inf"))
+    return tl.where(real[None, :], z, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -166,7 +170,7 @@ def linear_split_kernel(
     number = tl.program_id(0) // heights
     r = (tl.program_id(0) % heights * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     token = tl.load(token_ids + r, mask=r < rows, other=-1)
-    hidden_rows = hidden + tl.where(r < rows, r, 0)[:, None] * stride_h
+    hidden_rows = hidden + r[:, None] * stride_h
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     s = tl.full([BLOCK_M], 0.0, tl.float32)
     e = tl.full([BLOCK_M], 0.0, tl.float32)
@@ -175,6 +179,7 @@ def linear_split_kernel(
         n = number * SPLIT + tile + tl.arange(0, TILE)
         z = logit_tile(
             hidden_rows,
+            r < rows,
             weight,
             n,
             columns,
@@ -230,9 +235,10 @@ def logit_gradient_kernel(
     column = tl.program_id(0) // heights * BLOCK_N + tl.arange(0, BLOCK_N)
     n = first + column
     real = r < rows
-    hidden_rows = hidden + tl.where(real, r, 0)[:, None] * stride_h
+    hidden_rows = hidden + r[:, None] * stride_h
     z = logit_tile(
         hidden_rows,
+        real,
         weight,
         n,
         columns,
