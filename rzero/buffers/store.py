@@ -1,4 +1,4 @@
-"""The store itself: a token log, a row table and a ledger that change together, in memory or on disk."""
+"""The store itself: its content behind a lock, and on a disk behind a journal."""
 
 import threading
 import time
@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from rzero.buffers.content import Content
 from rzero.buffers.context import ContextTable
 from rzero.buffers.disk import Disk
-from rzero.buffers.entry import Entry, extras_checksums
-from rzero.buffers.faults import Fault, find_faults
+from rzero.buffers.entry import Entry
+from rzero.buffers.faults import Fault
 from rzero.buffers.ledger import Ledger
-from rzero.buffers.row_table import RowTable, row_lengths
+from rzero.buffers.row_table import row_lengths
 from rzero.buffers.samplers import ReadyGroup
 from rzero.buffers.state import State
 from rzero.buffers.token_log import TokenLog
@@ -54,36 +55,40 @@ class Store:
     ):
         """Open the directory, if any, and read back what it holds."""
         self.changed = threading.Condition(threading.RLock())
-        self.ledger = Ledger(group_size)
-        self.clock = clock
         self.contexts = ContextTable(None if directory is None else directory / "contexts.json")
-        self._log = log
-        self._table = RowTable()
-        self._extras = tuple(extras)
+        self.content = Content(group_size, log=log, extras=extras, clock=clock)
         self._sync = sync
         self._on_change = on_change
-        self._completed: list[ReadyGroup] = []
         self._disk: Disk | None = None
         self._closed = False
         if directory is not None:
             layout = {"columns": self._columns(), "chunk_tokens": log.chunk_tokens, "group_size": group_size}
             disk = Disk(directory, layout=layout, sync=sync)
             try:
-                self._recover(disk)
+                self.content.replay(disk.replay())
             except BaseException:
                 disk.close()
                 raise
             self._disk = disk
             self._snapshot()
 
+    @property
+    def ledger(self) -> Ledger:
+        """The book of groups."""
+        return self.content.ledger
+
+    def clock(self) -> float:
+        """The time by which groups wait, in seconds."""
+        return self.content.clock()
+
     def __len__(self) -> int:
         """How many responses are stored."""
-        return len(self._table)
+        return len(self.content.table)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all chunks that are held."""
-        return self._log.num_bytes
+        return self.content.log.num_bytes
 
     def close(self) -> None:
         """Let go of the directory; every change is refused from here on."""
@@ -106,15 +111,16 @@ class Store:
             self.ledger.check_admit(rows)
             self._check_contexts(rows)
             self._compact_if_large()
-            rows["chunk"], rows["start"] = self._log.append(entry.columns, entry.cu_seqlens)
+            log = self.content.log
+            rows["chunk"], rows["start"] = log.append(entry.columns, entry.cu_seqlens)
             try:
                 if self._sync:
-                    self._log.flush(rows["chunk"])
+                    log.flush(rows["chunk"])
                 self._record("admit", {"rows": rows})
             except BaseException:
-                self._log.release(rows["chunk"])
+                log.release(rows["chunk"])
                 raise
-            places = self._admit(rows)
+            places = self.content.admit(rows)
             self._on_change(places)
             self.changed.notify_all()
             return places
@@ -124,7 +130,7 @@ class Store:
         with self.changed:
             self.ledger.check_reserve(group_id, size)
             self._record("reserve", {"groups": np.array([group_id], np.int64)})
-            self.ledger.reserve(group_id, now=self.clock())
+            self.content.reserve(group_id)
 
     def lease(self, group_ids: Sequence[int]) -> torch.Tensor:
         """Take ready groups aside for a batch, and return the places of their rows, int64. Not journaled."""
@@ -151,38 +157,40 @@ class Store:
     def annotate(self, uids: np.ndarray, name: str, values: np.ndarray) -> None:
         """Write an extra column of stored responses, end to end; see `TokenLogStorage.annotate`."""
         with self.changed:
-            places = self._places_of(uids)
-            rows = self._table[places]
+            places, known = self.content.places_of(uids)
+            if not known.all():
+                raise ValueError(f"annotate: uids must be stored, got {int(uids[~known][0])}")
+            rows = self.content.table[places]
             if busy := self.ledger.leased.keys() & set(rows["group_id"].tolist()):
                 raise ValueError(
                     f"annotate: uids must not be in a batch, got group {min(busy)}, which is sampled"
                 )
-            size = int(row_lengths(rows).sum())
-            if values.shape != (size,):
-                raise ValueError(f"annotate: values must have shape {(size,)}, got {values.shape}")
             lengths = row_lengths(rows)
+            if values.shape != (lengths.sum(),):
+                raise ValueError(
+                    f"annotate: values must have shape {(int(lengths.sum()),)}, got {values.shape}"
+                )
             self._compact_if_large()
             self._record(
                 "annotate", {"uids": rows["uid"].copy(), "lengths": lengths, "values": values}, name=name
             )
-            for place, part in zip(places.tolist(), np.split(values, np.cumsum(lengths)[:-1]), strict=True):
-                self._annotate(place, name, part)
+            self.content.annotate(places, name, values)
 
     def take_completed(self) -> list[ReadyGroup]:
         """The groups that became ready since the last call."""
         with self.changed:
-            taken, self._completed = self._completed, []
+            taken, self.content.completed = self.content.completed, []
             return taken
 
     def places(self) -> np.ndarray:
         """Where all stored rows are, int64, rising."""
         with self.changed:
-            return self._table.places()
+            return self.content.table.places()
 
     def has(self, places: np.ndarray) -> np.ndarray:
         """Which places hold a row, bool."""
         with self.changed:
-            return self._table.has(places)
+            return self.content.table.has(places)
 
     def read(self, places: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Copy the token columns, end to end, and the rows at these places.
@@ -191,10 +199,10 @@ class Store:
             IndexError: if nothing is stored at a place, or no place is asked for.
         """
         with self.changed:
-            if len(places) == 0 or not self._table.has(places).all():
+            if len(places) == 0 or not self.content.table.has(places).all():
                 raise IndexError(f"TokenLogStorage: index must name stored rows, got {places[:8].tolist()}")
-            rows = self._table[places]
-            views = self._log.views(rows["chunk"], rows["start"], row_lengths(rows))
+            rows = self.content.table[places]
+            views = self.content.views(rows)
         # Copied without the lock: what was written once stays as it is, also if it is released meanwhile.
         return {name: np.concatenate(pieces) for name, pieces in views.items()}, rows
 
@@ -202,27 +210,25 @@ class Store:
         """Check rows, or all, against their checksums, one chunk at a time so that nobody waits long."""
         places = self.places() if places is None else places
         with self.changed:
-            chunks = np.unique(self._rows(places)["chunk"]).tolist()
+            chunks = np.unique(self.content.rows_at(places)["chunk"]).tolist()
         faults = []
         for chunk in chunks:
             with self.changed:
-                rows = self._rows(places)
-                rows = rows[rows["chunk"] == chunk]
-                if len(rows):  # The chunk goes with its last row.
-                    faults += find_faults(self._log, chunk, rows)
+                rows = self.content.rows_at(places)  # Some may have left meanwhile.
+                faults += self.content.faults(rows[rows["chunk"] == chunk])
         return faults
 
     def state(self) -> State:
         """Everything that is stored. Evidence, which cannot change, is shared; extras are copied."""
         with self.changed:
-            rows = self._all_rows()
-            columns = {name: [np.empty(0, dtype)] for name, dtype in self._log.fields.items()}
-            if len(rows):
-                columns = self._log.views(rows["chunk"], rows["start"], row_lengths(rows))
-                columns |= {name: [np.concatenate(columns[name])] for name in self._extras}
-            arrays, counts = self.ledger.to_arrays()
+            content = self.content
+            book, counts = content.book()
+            columns = {name: [np.empty(0, dtype)] for name, dtype in content.log.fields.items()}
+            if len(book["rows"]):
+                columns = content.views(book["rows"])
+                columns |= {name: [np.concatenate(columns[name])] for name in content.extras}
             note = {"ledger": counts, "layout": self._state_layout(), "contexts": self.contexts.to_json()}
-            return State(columns, {"rows": rows, **arrays}, note)
+            return State(columns, book, note)
 
     def load(self, state: State) -> None:
         """Put a state in the place of everything that is stored.
@@ -234,42 +240,32 @@ class Store:
             raise ValueError(
                 f"load: state must have layout {self._state_layout()}, got {state.note['layout']}"
             )
-        rows = state.arrays["rows"].copy()
+        log, rows = self.content.log, state.arrays["rows"].copy()
         lengths = row_lengths(rows)
-        if lengths.max(initial=0) > self._log.chunk_tokens:
+        if lengths.max(initial=0) > log.chunk_tokens:
             raise ValueError(
-                f"load: responses must fit into chunk_tokens {self._log.chunk_tokens}, got {lengths.max()}"
+                f"load: responses must fit into chunk_tokens {log.chunk_tokens}, got {lengths.max()}"
             )
         cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
         with self.changed:
             columns = {name: np.concatenate(pieces) for name, pieces in state.columns.items()}
-            chunks, starts = self._log.append(columns, cu_seqlens)
-            rows["chunk"], rows["start"] = chunks, starts
+            rows["chunk"], rows["start"] = log.append(columns, cu_seqlens)
             try:
-                for chunk in np.unique(chunks).tolist():
-                    if faults := find_faults(self._log, chunk, rows[chunks == chunk]):
-                        raise ValueError(f"load: every response must match its checksums, got {faults[0]}")
+                if faults := self.content.faults(rows):
+                    raise ValueError(f"load: every response must match its checksums, got {faults[0]}")
                 self.contexts.update(state.note["contexts"])
             except BaseException:
-                self._log.release(chunks)
+                log.release(rows["chunk"])
                 raise
-            old = self._table[self._table.places()]["chunk"]
-            self._restore(rows, state.arrays, state.note)
+            old = self.content.rows()["chunk"]
+            self.content.restore({**state.arrays, "rows": rows}, state.note["ledger"])
             self._snapshot()
-            self._log.release(old)
-            self._on_change(self._table.places())
+            log.release(old)
+            self._on_change(self.content.table.places())
             self.changed.notify_all()
 
-    def _all_rows(self) -> np.ndarray:
-        """Every row, in the order of arrival."""
-        rows = self._table[self._table.places()]
-        return rows[np.lexsort((rows["start"], rows["chunk"]))]
-
-    def _rows(self, places: np.ndarray) -> np.ndarray:
-        return self._table[places[self._table.has(places)]]
-
     def _columns(self) -> dict[str, str]:
-        return {name: dtype.str for name, dtype in self._log.fields.items()}
+        return {name: dtype.str for name, dtype in self.content.log.fields.items()}
 
     def _state_layout(self) -> dict[str, Any]:
         return {"columns": self._columns(), "group_size": self.ledger.group_size}
@@ -285,90 +281,21 @@ class Store:
         if self._disk is not None:
             self._disk.record(kind, arrays, note)
 
-    def _admit(self, rows: np.ndarray) -> np.ndarray:
-        places = self._table.insert(rows)
-        self._completed += self.ledger.admit(rows, places.tolist(), now=self.clock())
-        return places
-
     def _close(self, kind: str, group_ids: Sequence[int], reason: str) -> None:
         with self.changed:
             self.ledger.check_close(kind, group_ids)
             self._compact_if_large()
             self._record(kind, {"groups": np.array(group_ids, np.int64)}, reason=reason)
-            self._log.release(self._settle(kind, group_ids, reason))
+            self.content.log.release(self.content.settle(kind, group_ids, reason))
             self._on_change(np.empty(0, np.int64))
-
-    def _settle(self, kind: str, group_ids: Sequence[int], reason: str) -> np.ndarray:
-        """Enter a closing into ledger and table; return the chunks of the rows that leave."""
-        if kind == "consume":
-            places = self.ledger.consume(group_ids)
-        elif kind == "evict":
-            places = self.ledger.evict(group_ids, reason)
-        else:
-            places = self.ledger.fail(group_ids[0], reason)
-        where = np.array(places, np.int64)
-        chunks = self._table[where]["chunk"]
-        self._table.remove(where)
-        return chunks
-
-    def _annotate(self, place: int, name: str, values: np.ndarray) -> None:
-        row = self._table[place]
-        start, stop = int(row["start"]), int(row["start"]) + len(values)
-        columns = self._log.columns(int(row["chunk"]))
-        columns[name][start:stop] = values
-        checksums = extras_checksums([columns[extra] for extra in self._extras], [start], [stop])
-        self._table.set_extras_checksum(place, checksums[0])
-
-    def _places_of(self, uids: np.ndarray) -> np.ndarray:
-        places = self._table.places()
-        stored = self._table[places]["uid"]
-        order = np.argsort(stored)
-        found = np.searchsorted(stored, uids, sorter=order)
-        known = found < len(stored)
-        known[known] = stored[order[found[known]]] == uids[known]
-        if not known.all():
-            raise ValueError(f"annotate: uids must be stored, got {int(uids[~known][0])}")
-        return places[order[found]]
-
-    def _restore(self, rows: np.ndarray, arrays: Mapping[str, np.ndarray], note: Mapping[str, Any]) -> None:
-        self._table, ledger = RowTable(), Ledger(self.ledger.group_size)
-        places = self._table.insert(rows)
-        ledger.restore(arrays, note["ledger"], rows, places.tolist(), now=self.clock())
-        self.ledger, self._completed = ledger, []
 
     def _snapshot(self) -> None:
         if self._disk is not None:
-            rows = self._all_rows()
-            arrays, counts = self.ledger.to_arrays()
+            book, counts = self.content.book()
             if self._sync:
-                self._log.flush(rows["chunk"])
-            self._disk.snapshot({"rows": rows, **arrays}, {"ledger": counts})
+                self.content.log.flush(book["rows"]["chunk"])
+            self._disk.snapshot(book, {"ledger": counts})
 
     def _compact_if_large(self) -> None:
         if self._disk is not None and self._disk.wants_snapshot():
             self._snapshot()
-
-    def _recover(self, disk: Disk) -> None:
-        annotations = []
-        for kind, arrays, note in disk.replay():
-            if kind == "snapshot":
-                self._restore(arrays["rows"], arrays, note)
-            elif kind == "reserve":
-                self.ledger.reserve(int(arrays["groups"][0]), now=self.clock())
-            elif kind == "admit":
-                self._admit(arrays["rows"])
-            elif kind == "annotate":
-                annotations.append((arrays["uids"], arrays["lengths"], note["name"], arrays["values"]))
-            else:
-                groups = arrays["groups"].tolist()
-                if kind == "consume":
-                    self.ledger.lease(groups)
-                self._settle(kind, groups, note["reason"])
-        self._completed = []
-        rows = self._table[self._table.places()]
-        self._log.attach(rows["chunk"])
-        place_of = dict(zip(rows["uid"].tolist(), self._table.places().tolist(), strict=True))
-        for uids, lengths, name, values in annotations:
-            for uid, part in zip(uids.tolist(), np.split(values, np.cumsum(lengths)[:-1]), strict=True):
-                if uid in place_of:
-                    self._annotate(place_of[uid], name, part)

@@ -129,7 +129,7 @@ def test_a_corrupt_group_is_reported_once_and_the_rest_is_sampled():
     buffer = make_buffer(groups_per_batch=1)
     for number in range(30):
         buffer.extend(group(number))
-    buffer.storage.store._log.columns(0)["token_ids"][5 * (4 * 7 + 2)] += 1
+    buffer.storage.store.content.log.columns(0)["token_ids"][5 * (4 * 7 + 2)] += 1
     seen, errors = [], []
 
     def read():

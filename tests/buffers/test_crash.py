@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from rzero.buffers import pack_fields, unpack
+from rzero.buffers import journal, pack_fields, unpack
 from tests.buffers.crash_worker import SIZE, annotation, open_store, response, work
 from tests.buffers.processes import CONTEXT
 from tests.buffers.responses import assert_balanced, assert_same, make_buffer, rollout
@@ -123,6 +123,68 @@ def survive(folder, kills, seed):
         with pytest.raises(ValueError, match="a second time"):
             buffer.extend([rollout(uid, group_id=2**40 + uid)])
     buffer.shutdown()
+
+
+# Killed at one exact instant: around the write that acknowledges a change.
+
+STEPS = {
+    "reserve": lambda buffer: buffer.reserve(50, SIZE),
+    "extend": lambda buffer: buffer.extend([response(uid) for uid in range(18, 24)]),
+    "annotate": lambda buffer: buffer.storage.annotate(
+        torch.tensor([2]), "log_probs", annotation(2, len(response(2)["token_ids"]))
+    ),
+    "sample": lambda buffer: buffer.sample(timeout=0),
+    "evict": lambda buffer: buffer.evict([1], "stale"),
+    "fail": lambda buffer: buffer.fail(4, "lost"),
+    "snapshot": lambda buffer: buffer.storage.store._snapshot(),
+}
+
+
+def fill(buffer):
+    """Four complete groups and half of one; chunks of a group each, so that closing one deletes a file."""
+    for number in range(4):
+        buffer.extend([response(number * SIZE + index) for index in range(SIZE)])
+    buffer.extend([response(4 * SIZE + index) for index in range(2)])
+    return buffer
+
+
+def die_around_a_write(folder, step, moment):
+    options = {"extra_fields": {"log_probs": torch.float32}, "chunk_tokens": 40}
+    buffer, write = fill(make_buffer(path=folder, **options)), journal._write
+
+    def deadly_write(file, pieces):
+        if moment == "after":
+            write(file, pieces)
+        elif moment == "halfway":
+            record = b"".join(pieces)
+            write(file, [record])
+            os.ftruncate(file, os.fstat(file).st_size - len(record) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    journal._write = deadly_write
+    STEPS[step](buffer)
+
+
+@pytest.mark.parametrize("moment", ["before", "halfway", "after"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_change_is_made_by_the_write_that_acknowledges_it(tmp_path, step, moment):
+    worker = CONTEXT.Process(target=die_around_a_write, args=(tmp_path, step, moment))
+    worker.start()
+    worker.join(120)
+    assert worker.exitcode == -signal.SIGKILL
+
+    options = {"extra_fields": {"log_probs": torch.float32}, "chunk_tokens": 40}
+    found, expected = make_buffer(path=tmp_path, **options), fill(make_buffer(**options))
+    if moment == "after":
+        STEPS.get(step, lambda buffer: None)(expected)
+    assert found.storage.verify() == []
+    assert {**assert_balanced(found), "bytes": 0} == {**assert_balanced(expected), "bytes": 0}
+    assert found.incomplete() == expected.incomplete()
+    assert_same(found[:], expected[:])
+    found.shutdown()
+
+
+# Killed anywhere.
 
 
 def test_twenty_kills(tmp_path):

@@ -86,7 +86,7 @@ def test_a_changed_byte_stops_the_sample_and_costs_its_group_alone(tmp_path, pre
 def test_memory_is_checked_like_files():
     buffer = make_buffer()
     buffer.extend(group(0) + group(1))
-    column = buffer.storage.store._log.columns(0)["policy_version"]
+    column = buffer.storage.store.content.log.columns(0)["policy_version"]
     column[5 * 2 + 3] += 1
     (fault,) = buffer.storage.verify()
     assert (fault.uid, fault.file) == (2, None)
@@ -97,7 +97,7 @@ def test_memory_is_checked_like_files():
 def test_digests_need_not_be_checked_at_sampling():
     buffer = make_buffer(check_digests=False)
     buffer.extend(group(0) + group(1))
-    buffer.storage.store._log.columns(0)["token_ids"][3] += 1
+    buffer.storage.store.content.log.columns(0)["token_ids"][3] += 1
     assert buffer.sample(timeout=0).num_responses == 8
 
 
