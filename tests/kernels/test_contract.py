@@ -20,11 +20,14 @@ def test_the_fingerprint_names_the_backend_and_is_the_same_in_another_process():
     assert backend == "exact" and len(digest) == 16 and int(digest, 16)
 
 
-@pytest.mark.parametrize("name", ["LOG2_NORM", "WEIGHT_BITS", "SUM_BITS", "EXP2_POLY", "HALF_PI_PARTS"])
+@pytest.mark.parametrize(
+    "name", ["LOG2_NORM", "WEIGHT_BITS", "SUM_BITS", "EXP2_POLY", "HALF_PI_PARTS", "BITS"]
+)
 def test_every_constant_of_the_arithmetic_changes_the_fingerprint(monkeypatch, name):
     before = kernel_fingerprint()
     value = getattr(contract, name)
-    monkeypatch.setattr(contract, name, value + 1 if isinstance(value, int) else (*value, 0.0))
+    other = {int: lambda: value + 1, tuple: lambda: (*value, 0.0), str: lambda: value[::-1]}[type(value)]()
+    monkeypatch.setattr(contract, name, other)
     assert kernel_fingerprint() != before
 
 
