@@ -68,6 +68,21 @@ class Ledger:
         """Responses that were reserved and neither arrived nor failed."""
         return sum(self.group_size - len(group.places) for group in self.open.values())
 
+    def stats(self) -> dict[str, int]:
+        """Count everything, in responses unless the name says otherwise."""
+        return {
+            "submitted": self.submitted,
+            "running": self.running,
+            "stored": self.stored,
+            "consumed": self.consumed,
+            "evicted": self.evicted.total(),
+            "failed": self.failed.total(),
+            "groups_ready": len(self.ready) + len(self.leased),
+            "groups_incomplete": len(self.open),
+            **{f"evicted/{reason}": count for reason, count in self.evicted.items()},
+            **{f"failed/{reason}": count for reason, count in self.failed.items()},
+        }
+
     def check_reserve(self, group_id: int, size: int) -> None:
         """Raise ValueError unless the group may be opened."""
         if size != self.group_size:

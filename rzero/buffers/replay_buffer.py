@@ -276,26 +276,17 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
         ``submitted = running + stored + consumed + evicted + failed`` always holds.
         """
         with self._queue.changed:
-            book = self._store.ledger
+            stored = len(self._store)
             capacity = self.capacity_updates * self.groups_per_batch * self.group_size
             return {
-                "size": book.stored,
+                "size": stored,
                 "capacity": capacity,
-                "utilization": book.stored / capacity,
-                "write_count": book.admitted,
+                "utilization": stored / capacity,
+                "write_count": self.write_count,
                 "prefetch_queue_size": len(self._maker),
                 "initialized": True,
-                "submitted": book.submitted,
-                "running": book.running,
-                "stored": book.stored,
-                "consumed": book.consumed,
-                "evicted": book.evicted.total(),
-                "failed": book.failed.total(),
-                "groups_ready": len(book.ready) + len(book.leased),
-                "groups_incomplete": len(book.open),
                 "bytes": self._store.num_bytes,
-                **{f"evicted/{reason}": count for reason, count in book.evicted.items()},
-                **{f"failed/{reason}": count for reason, count in book.failed.items()},
+                **self._store.ledger.stats(),
             }
 
     def __getitem__(self, index: Any) -> Any:
@@ -345,18 +336,15 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
         folder.mkdir(parents=True, exist_ok=True)
         with self._queue.changed:
             state, order, transform = self._store.state(), self._order(), self.transform.state_dict()
-        also = {f"{part}.{name}": value.numpy() for part in order for name, value in order[part].items()}
         if transform:
             torch.save(transform, folder / "transform.pt")
-        write_state(state, folder / "buffer.bin", also=also, sync=self._sync)
+        else:
+            (folder / "transform.pt").unlink(missing_ok=True)  # Of an older dump.
+        write_state(state, folder / "buffer.bin", also=order, sync=self._sync)
 
     def loads(self, path: str | Path) -> None:
         """Put what `dumps` wrote in the place of everything that is stored. Nothing is unpickled."""
-        state, also = read_state(Path(path) / "buffer.bin")
-        order: dict[str, dict[str, Tensor]] = {"sampler": {}, "prepared": {}}
-        for name, value in also.items():
-            part, _, entry = name.partition(".")
-            order[part][entry] = torch.from_numpy(value.copy())
+        state, order = read_state(Path(path) / "buffer.bin")
         with self._queue.changed:
             self._load(state, order)
         if (Path(path) / "transform.pt").exists():

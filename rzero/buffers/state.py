@@ -53,18 +53,19 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> State:
 
 
 def write_state(
-    state: State, path: Path, *, also: Mapping[str, np.ndarray] | None = None, sync: bool = False
+    state: State, path: Path, *, also: Mapping[str, Mapping[str, Tensor]] | None = None, sync: bool = False
 ) -> None:
     """Write a state to one file, replaced atomically; pieces of columns are not copied in memory.
 
     Args:
         state: what to write.
         path: the file.
-        also: further arrays that belong to it.
+        also: further tensors that belong to it, nested in dicts.
         sync: flush to the device, which also outlives power failures.
     """
     book = np.frombuffer(_book(state), np.uint8)
-    arrays = {**state.columns, **{f"+{name}": value for name, value in (also or {}).items()}, "book": book}
+    further = {f"+.{name}": value.numpy() for name, value in _flat(also or {})}
+    arrays = {**state.columns, **further, "book": book}
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:
         file.writelines(encode(arrays, {"crc": zlib.crc32(book.data)}))
@@ -74,11 +75,11 @@ def write_state(
     partial.replace(path)
 
 
-def read_state(path: Path) -> tuple[State, dict[str, np.ndarray]]:
+def read_state(path: Path) -> tuple[State, dict[str, Any]]:
     """Map a file of `write_state`.
 
     Returns:
-        The state, which looks into the file, and the further arrays.
+        The state, which looks into the file, and copies of the further tensors, nested again.
 
     Raises:
         ValueError: if the file is not such a file, or its book is damaged.
@@ -88,16 +89,15 @@ def read_state(path: Path) -> tuple[State, dict[str, np.ndarray]]:
     book = content.pop("book")
     if zlib.crc32(book.data) != note["crc"]:
         raise ValueError(f"loads: the book of {path} is damaged")
-    also = {name[1:]: content.pop(name) for name in list(content) if name.startswith("+")}
-    return State({name: [column] for name, column in content.items()}, *decode(book)), also
+    further = {name: torch.from_numpy(content.pop(name).copy()) for name in list(content) if name[0] == "+"}
+    return State({name: [column] for name, column in content.items()}, *decode(book)), _nested(further, "+")
 
 
 def prefix_rank(state: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
     """Give a state a name of its own among the ranks that save together.
 
     torch.distributed.checkpoint takes equal names on different ranks for copies of one tensor and keeps one
-    of
-    them: without the prefix every rank would load rank 0's buffer.
+    of them: without the prefix every rank would load one rank's buffer, or a mixture.
 
     Args:
         state: what `state_dict` returned.
@@ -117,10 +117,15 @@ def strip_rank(state: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
         >>> strip_rank({"rank3.storage.book": 1, "rank4.storage.book": 2}, rank=3)
         {'storage': {'book': 1}}
     """
+    return _nested(state, f"rank{rank}")
+
+
+def _nested(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Nest the entries ``prefix.a.b``, and leave the others out."""
     nested: dict[str, Any] = {}
-    for name, value in state.items():
+    for name, value in flat.items():
         head, _, rest = name.partition(".")
-        if head == f"rank{rank}":
+        if head == prefix:
             *parents, leaf = rest.split(".")
             place = nested
             for parent in parents:

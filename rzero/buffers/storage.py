@@ -176,6 +176,18 @@ class TokenLogStorage(Storage):
         """
         raise RuntimeError("TokenLogStorage.set: stored responses are write-once; extend the buffer instead")
 
+    def register_save_hook(self, hook: Any) -> None:
+        """Refuse: what is saved is what was stored.
+
+        Raises:
+            RuntimeError: always, as for `register_load_hook`.
+        """
+        raise RuntimeError(
+            "TokenLogStorage: evidence is saved and loaded as it is; transform samples instead"
+        )
+
+    register_load_hook = register_save_hook
+
     def contains(self, item: Any) -> bool:
         """Whether every place holds a response."""
         return bool(self.store.has(_places(item)).all())

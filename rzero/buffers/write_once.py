@@ -48,6 +48,14 @@ class WriteOnceReplayBuffer(ReplayBuffer):
         """Refuse."""
         _refuse("set_writer")
 
+    def set_rng(self, generator: Any) -> None:
+        """Refuse a generator: the one order that draws at random has its own."""
+        if generator is not None:  # TorchRL's constructor gives None.
+            raise RuntimeError(
+                "ProvenanceReplayBuffer.set_rng: seed the order instead, RandomGroupSampler(seed=...)"
+            )
+        super().set_rng(None)
+
     def share(self, shared: bool = True) -> Any:
         """Refuse to be shared between processes; other processes send batches."""
         if shared:

@@ -501,12 +501,22 @@ def test_it_is_a_torchrl_buffer():
         buffer.extend(group(2), update_priority=True)
 
 
+def test_what_torchrl_would_ignore_is_refused():
+    buffer = make_buffer()
+    for register in (buffer.register_save_hook, buffer.register_load_hook):
+        with pytest.raises(RuntimeError, match="saved and loaded as it is"):
+            register(lambda data: data)
+    with pytest.raises(RuntimeError, match=r"set_rng: seed the order instead, RandomGroupSampler\(seed"):
+        buffer.set_rng(torch.Generator())
+
+
 def test_iteration_ends_when_the_buffer_is_closed_and_empty():
     buffer = make_buffer()
     for number in range(5):
         buffer.extend(group(number))
     buffer.close()
-    assert [batch.group_id.unique().tolist() for batch in buffer] == [[0, 1], [2, 3]]
+    assert buffer.next().group_id.unique().tolist() == [0, 1]
+    assert [batch.group_id.unique().tolist() for batch in buffer] == [[2, 3]]
     assert buffer.next() is None
 
 
