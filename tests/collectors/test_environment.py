@@ -23,7 +23,8 @@ from rzero.collectors import (
     strict,
     weight_digests,
 )
-from rzero.collectors.collector import pack_completions
+from rzero.collectors.hashing import stream_seed
+from rzero.collectors.pack_completions import pack_completions
 from rzero.kernels.causal_lm import causal_lm_log_probs
 from rzero.losses import group_mean_advantages, reinforce_loss
 from tests.collectors.conftest import EOS, VOCABULARY, llama, request
@@ -232,8 +233,41 @@ def test_trajectories_repeat_themselves_whoever_plays_beside(make_engine):
     [alone], [environment] = play(make_engine(llama(0), eos_token_ids=ENDS), Counting, requests=requests[3:4])
     assert alone.response.tolist() == together[3].response.tolist()
     assert environment.seed == environments[3].seed != environments[2].seed
-    # Turns draw random numbers of their own: with the same model and context, they would repeat each other.
-    assert environment.actions[0] != environment.actions[1]
+
+
+def test_every_turn_draws_random_numbers_of_its_own(make_engine):
+    engine = make_engine(llama(0), eos_token_ids=ENDS)
+    [row], [environment] = play(engine, Counting)
+    first, second, _ = environment.actions
+    prompt = (*row.request.prompt, *first, *SAID)
+    seeds = [row.request.seed, *(stream_seed(row.request.seed, turn) for turn in range(3))]
+    again = [engine.submit(request(9, prompt=prompt, seed=s, max_new_tokens=50)).result() for s in seeds]
+    assert [turn.response.tolist() == second for turn in again] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("end", ["timeout", "close"])
+def test_a_trajectory_that_is_not_waited_for_any_more_is_closed(make_engine, end):
+    began, closed = threading.Event(), threading.Event()
+
+    class Hanging(Counting):
+        async def step(self, action):
+            began.set()
+            await asyncio.sleep(3600)
+
+        async def close(self):
+            closed.set()
+
+    interaction = MultiTurn(Hanging, max_turns=3, timeout=0.2 if end == "timeout" else 600)
+    prompt = Prompt(prompt_id=0, token_ids=(1, 5, 7), problem=None)
+    future = interaction.respond(make_engine(llama(0)), prompt, request(0))
+    assert began.wait(30)
+    if end == "timeout":
+        assert "no answer within 0.2 s from step for prompt 0" in str(future.exception(timeout=30))
+    else:
+        interaction.close()
+        assert "MultiTurn was closed" in str(future.exception(timeout=30))
+    assert closed.wait(30)
+    interaction.close()
 
 
 def test_a_changed_turn_is_not_taken(make_engine):
@@ -345,10 +379,13 @@ class Declaring(Faulty):
         raise GroupFailed("sandbox full", "no container for it")
 
 
-@pytest.mark.parametrize("when", ["reset", "step", "close"])
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [(Hanging, "environment timeout"), (Failing, "environment error"), (Declaring, "sandbox full")],
+    ("kind", "reason", "when"),
+    [
+        *((Hanging, "environment timeout", when) for when in ("reset", "step", "close")),
+        *((Failing, "environment error", when) for when in ("reset", "step", "close")),
+        (Declaring, "sandbox full", "step"),
+    ],
 )
 def test_a_fault_in_one_trajectory_costs_its_group_and_no_other(make_engine, caplog, kind, reason, when):
     faulty = type(kind.__name__, (kind,), {"when": when})
