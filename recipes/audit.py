@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from recipes.audit_report import audit_table, draw_audit
-from recipes.launch import parse, run
+from recipes.config import Config
+from recipes.launch import Channels, parse, run
+from recipes.learners import Learners
 from recipes.policy import load_policy
-from recipes.reinforce_zero import Config, learn
+from recipes.reinforce_zero import learn
 from recipes.run_log import new_run_folder
 from recipes.samplers import run_sampler, start_samplers
 from recipes.tasks import ReasoningTasks
 from rzero.audit import AuditReport
-from rzero.collectors import Channel, WeightPublisher, named_weights
+from rzero.collectors import WeightPublisher, named_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +39,7 @@ class AuditConfig(Config):
     """Updates between the audits of step 2."""
 
 
-def identical_weights(
-    config: AuditConfig, channels: dict[int, tuple[Channel, Channel]], *, kernels: str
-) -> AuditReport:
+def identical_weights(config: AuditConfig, channels: Channels, *, kernels: str) -> AuditReport:
     """Step 1: build engines, publish the learner's weights to them, compare."""
     tasks = ReasoningTasks(config.tasks, seed=config.seed, held_out_size=config.held_out)
     policy = load_policy(
@@ -53,7 +53,11 @@ def identical_weights(
     engines = start_samplers(policy, channels, max_slots=config.max_slots)
     WeightPublisher(engines).publish(named_weights(policy.model), version=0)
     report = policy.audit(
-        engines[0], version=0, prompts=config.audited_responses, max_new_tokens=config.max_new_tokens
+        engines[0],
+        named_weights(policy.model),
+        version=0,
+        prompts=config.audited_responses,
+        max_new_tokens=config.max_new_tokens,
     )
     for engine in engines:
         engine.close()
@@ -64,14 +68,14 @@ def main() -> None:
     """Both steps, a table and a figure."""
     config = parse(AuditConfig, default=AuditConfig(), description=AuditConfig.__doc__ or "")
 
-    def audit_both_steps(channels: dict[int, tuple[Channel, Channel]]) -> None:
+    def audit_both_steps(learners: Learners, channels: Channels) -> None:
         folder = new_run_folder(config.runs, "audit")
         rows: list[dict[str, Any]] = []
         for kernels in ("native", "exact"):
             report = identical_weights(config, channels, kernels=kernels)
             rows.append({"step": 1, "kernels": kernels, "version": 0, **report.to_dict()})
-        summary = learn(replace(config, kernels="exact", runs=folder), channels)
-        rows += [{"step": 2, "kernels": "exact", **audited} for audited in summary["audits"]]
+        summary = learn(replace(config, kernels="exact", runs=folder), learners, channels)
+        rows += [{"step": 2, "kernels": "exact", **audited} for audited in (summary or {}).get("audits", [])]
         save(rows, folder)
 
     run(audit_both_steps, run_sampler)

@@ -20,13 +20,15 @@ import tyro
 from tqdm import tqdm
 
 from recipes.errors import RecipeError
+from recipes.learners import Learners
 from rzero.collectors import Channel, open_channels
 from rzero.collectors.transport import ConnectionLost
 
 ConfigT = TypeVar("ConfigT")
 LEARNER = 0
 GRACE = 10.0  # seconds
-START = "torchrun --standalone --nproc-per-node=2"
+START = "torchrun --standalone --nproc-per-node={}"
+Channels = dict[int, tuple[Channel, Channel]]
 
 
 def parse(config_class: type[ConfigT], *, default: ConfigT, description: str) -> ConfigT:
@@ -56,13 +58,17 @@ def parse(config_class: type[ConfigT], *, default: ConfigT, description: str) ->
 
 
 def run(
-    learn: Callable[[dict[int, tuple[Channel, Channel]]], object], sample: Callable[[Channel, Channel], None]
+    learn: Callable[[Learners, Channels], object],
+    sample: Callable[[Channel, Channel], None],
+    *,
+    learners: int = 1,
 ) -> NoReturn:
     """Connect the ranks, run this one's part, and end the process.
 
     Args:
-        learn: Called on rank 0 with (to, from) channels by sampler rank.
+        learn: Called on the ranks that learn, on rank 0 with (to, from) channels by sampler rank.
         sample: Called on every other rank with the channels (to, from) rank 0.
+        learners: The first so many ranks learn, the others sample.
     """
     # tqdm's own lock is a semaphore of the system, which os._exit would leak.
     tqdm.set_lock(threading.RLock())
@@ -72,14 +78,15 @@ def run(
     code = 1
     try:
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        if world < 2:
+        if world < learners + 1:
             raise RecipeError(
-                f"needs a rank that learns and at least one that samples; start it with `{START} ...`"
+                f"needs {learners} rank(s) that learn and at least one that samples, got {world}; start it with "
+                f"`{START.format(learners + 1)} ...`"
             )
         _connect()
-        channels = open_channels(LEARNER, list(range(1, world)))
-        if dist.get_rank() == LEARNER:
-            learn(channels)
+        channels = open_channels(LEARNER, list(range(learners, world)))
+        if dist.get_rank() < learners:
+            learn(Learners(learners), channels)
         else:
             sample(*channels[LEARNER])
         dist.destroy_process_group()

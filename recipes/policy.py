@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from torch import Tensor
 
 from recipes.errors import RecipeError
 from recipes.kernel_choice import Kernels, put_kernels_under
 from recipes.tasks import Problem, ReasoningTasks
 from recipes.tiny_model import cached_tiny_model, default_cache_dir, encode_prompts
 from rzero.audit import AuditReport, audit
-from rzero.collectors import GenerationEngine, GenerationRequest, Prompt, RewardFunction, TransformersEngine
+from rzero.collectors import (
+    Completion,
+    GenerationEngine,
+    GenerationRequest,
+    Prompt,
+    RewardFunction,
+    load_weights,
+    weight_digests,
+)
 
+HELD_OUT_UIDS = 1 << 61  # Held-out responses are no training data and share no uid with it.
 HELD_OUT_SEED = 1  # Held-out responses draw the same random numbers at every evaluation and in every run.
 ENCODED_AT_ONCE = 64
 
@@ -64,33 +75,32 @@ class Policy:
 
     def rewards(self) -> RewardFunction:
         """The task's own verifier, on the text of a group's responses."""
+        return self._scores
 
-        def reward(prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[float]:
-            texts = self.tokenizer.batch_decode([list(ids) for ids in responses], skip_special_tokens=True)
-            return [self.tasks.score(prompt.problem, text) for text in texts]
-
-        return reward
-
-    def held_out_accuracy(self, *, version: int, samples: int, max_new_tokens: int) -> float:
+    def held_out_accuracy(
+        self,
+        sample: Callable[[Sequence[GenerationRequest]], Sequence[Completion]],
+        *,
+        version: int,
+        samples: int,
+        max_new_tokens: int,
+    ) -> float:
         """Share of correct responses to the held-out problems, sampled at the training temperature.
 
         Args:
-            version: Version of the weights that the model holds now.
+            sample: Samples with the weights of ``version``.
+            version: Version of the weights that are measured.
             samples: Responses per problem.
             max_new_tokens: Length limit.
+
+        Raises:
+            RuntimeError: If a token was sampled with weights of another version.
         """
-        engine = TransformersEngine(
-            self.model,
-            eos_token_ids=self.eos_token_ids,
-            temperature=self.temperature,
-            version=version,
-            log_softmax=self.kernels.log_softmax,
-        )
         prompts = [self._prompt(problem) for problem in self.tasks.held_out]
-        futures = [
-            engine.submit(
+        completions = sample(
+            [
                 GenerationRequest(
-                    uid=index * samples + k,
+                    uid=HELD_OUT_UIDS + index * samples + k,
                     group_id=index,
                     prompt_id=prompt.prompt_id,
                     sample_index=k,
@@ -98,37 +108,52 @@ class Policy:
                     max_new_tokens=max_new_tokens,
                     seed=HELD_OUT_SEED + index * samples + k,
                 )
+                for index, prompt in enumerate(prompts)
+                for k in range(samples)
+            ]
+        )
+        others = {int(v) for c in completions for v in c.policy_version.unique()} - {version}
+        if others:
+            raise RuntimeError(
+                f"held_out_accuracy: all must be sampled with version {version}, got {others} too"
             )
-            for index, prompt in enumerate(prompts)
-            for k in range(samples)
-        ]
-        responses = [future.result().response.tolist() for future in futures]
-        engine.close()
-        reward = self.rewards()
+        responses = [completion.response.tolist() for completion in completions]
         scores = [
             score
             for index, prompt in enumerate(prompts)
-            for score in reward(prompt, responses[index * samples : (index + 1) * samples])
+            for score in self._scores(prompt, responses[index * samples : (index + 1) * samples])
         ]
         return sum(score == 1.0 for score in scores) / len(scores)
 
     def audit(
-        self, engine: GenerationEngine, *, version: int, prompts: int, max_new_tokens: int
+        self,
+        engine: GenerationEngine,
+        weights: Mapping[str, Tensor],
+        *,
+        version: int,
+        prompts: int,
+        max_new_tokens: int,
     ) -> AuditReport:
-        """Compare an engine with this model, which holds the weights of ``version``, on held-out problems."""
+        """Compare an engine with a model of the weights of ``version``, on held-out problems."""
+        model, kernels = new_model(self.model.config, dtype=self.model.dtype, kernels=self.kernels.name)
+        load_weights(model, weights, weight_digests({n: t.to(self.model.dtype) for n, t in weights.items()}))
         problems = self.tasks.held_out
         return audit(
             engine,
-            self.model,
+            model,
             [self._prompt(problems[index % len(problems)]).token_ids for index in range(prompts)],
             version=version,
             temperature=self.temperature,
-            kernel_fingerprint=self.kernels.fingerprint,
+            kernel_fingerprint=kernels.fingerprint,
             tokenizer_digest=self.tokenizer_digest,
             max_new_tokens=max_new_tokens,
             seed=version,
-            log_softmax=self.kernels.log_softmax,
+            log_softmax=kernels.log_softmax,
         )
+
+    def _scores(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[float]:
+        texts = self.tokenizer.batch_decode([list(ids) for ids in responses], skip_special_tokens=True)
+        return [self.tasks.score(prompt.problem, text) for text in texts]
 
     def _prompt(self, problem: Problem) -> Prompt:
         return Prompt(
@@ -136,6 +161,12 @@ class Policy:
             token_ids=tuple(encode_prompts(self.tokenizer, [problem.question])[0]),
             problem=problem,
         )
+
+
+def new_model(config: Any, *, dtype: torch.dtype, kernels: str) -> tuple[Any, Kernels]:
+    """A causal LM of a config, its weights still to come, and the kernels under it."""
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return model, put_kernels_under(model, kernels)
 
 
 def load_policy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,8 +18,10 @@ from tqdm import tqdm
 
 from rzero.audit import AuditReport
 from rzero.buffers import PackedBatch
-from rzero.collectors import LagReport
+from rzero.collectors import AsyncRolloutCollector, LagReport, Scheduler, Simulation, WorkloadMeter, simulate
 from rzero.losses import ImportanceDiagnostics, importance_diagnostics
+
+PREDICTED_UPDATES = 400
 
 
 def new_run_folder(root: Path, name: str) -> Path:
@@ -41,11 +43,14 @@ class RunLog:
     Args:
         config: A dataclass with ``runs``, ``nominal_lag``, ``updates`` and ``tensorboard``; saved as
             ``config.json``.
-        name: The run folder's name begins with it.
-        busy_seconds: Reads how long the samplers have been sampling so far, mean over samplers.
+        collector: Where the batches come from; it is asked how busy the samplers are.
+        scheduler: Makes a fresh scheduler of the run's kind, for the prediction.
     """
 
-    def __init__(self, config: Any, *, name: str, busy_seconds: Callable[[], float]) -> None:
+    def __init__(
+        self, config: Any, collector: AsyncRolloutCollector, scheduler: Callable[[], Scheduler]
+    ) -> None:
+        name = f"lag{config.nominal_lag}"
         self.folder = new_run_folder(config.runs, name)
         (self.folder / "config.json").write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
         self._metrics = (self.folder / "metrics.jsonl").open("a", buffering=1)
@@ -54,26 +59,34 @@ class RunLog:
             self._loggers.append(TensorboardLogger("tensorboard", log_dir=str(self.folder)))
         self.lag = LagReport(nominal_lag=config.nominal_lag)
         self._diagnostics: ImportanceDiagnostics | None = None
-        self._spent: dict[str, float] = {"wait": 0.0, "train": 0.0, "evaluate": 0.0}
-        self._step: dict[str, float] = dict(self._spent)
-        self._busy_seconds = busy_seconds
-        self._busy_start, self._busy_in_evaluation = busy_seconds(), 0.0
-        self._start = time.perf_counter()
+        self._wait = self._wait_seconds = self._evaluation_seconds = 0.0
+        self.collector, self._scheduler = collector, scheduler
+        self._meter = WorkloadMeter()
+        self._busy_start, self._busy_in_evaluation = collector.busy_seconds(), 0.0
+        self._start = self._step_start = time.perf_counter()
         self._tokens = self._updates = 0
         self._audits: list[dict[str, Any]] = []
         self._held_out: dict[int, float] = {}
         self._bar = tqdm(total=config.updates, unit="update", dynamic_ncols=True, mininterval=1, desc=name)
 
+    def waiting(self, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+        """The same batches, with the time that the learner waits for each counted."""
+        iterator = iter(batches)
+        while True:
+            started = time.perf_counter()
+            batch = next(iterator)
+            self._wait = time.perf_counter() - started
+            self._wait_seconds += self._wait
+            yield batch
+
     @contextmanager
-    def time(self, what: str) -> Iterator[None]:
-        """Count the time of a block as ``wait``, ``train`` or ``evaluate``."""
-        started, busy = time.perf_counter(), self._busy_seconds()
+    def evaluating(self) -> Iterator[None]:
+        """Leave the time of a block out of all that is measured."""
+        started, busy = time.perf_counter(), self.collector.busy_seconds()
         yield
-        seconds = time.perf_counter() - started
-        self._spent[what] += seconds
-        self._step[what] += seconds
-        if what == "evaluate":
-            self._busy_in_evaluation += self._busy_seconds() - busy
+        self._evaluation_seconds += time.perf_counter() - started
+        self._busy_in_evaluation += self.collector.busy_seconds() - busy
+        self._step_start = time.perf_counter()
 
     def update(
         self,
@@ -95,6 +108,9 @@ class RunLog:
             loss: Scalar.
             grad_norm: Scalar, before clipping.
         """
+        train_seconds = time.perf_counter() - self._step_start - self._wait
+        self._step_start = time.perf_counter()
+        self._meter.update(batch, train_seconds=train_seconds)
         mask = batch.response_mask
         self.lag.update(batch.policy_version, mask, batch.cu_seqlens, learner_version=learner_version)
         lag = torch.where(mask, learner_version - batch.policy_version, 0)
@@ -126,11 +142,10 @@ class RunLog:
             "kl_k3": ratios["token/kl_k3"],
             "zero_variance_groups": ratios["groups/zero_variance"],
             "response_length": tokens / batch.num_responses,
-            "wait_seconds": self._step["wait"],
-            "train_seconds": self._step["train"],
+            "wait_seconds": self._wait,
+            "train_seconds": train_seconds,
             "sampler_idle": self.sampler_idle_share(),
         }
-        self._step = dict.fromkeys(self._step, 0.0)
         self._write(row, step=learner_version)
         self._bar.set_postfix(
             reward=f"{row['reward']:.3f}",
@@ -154,18 +169,30 @@ class RunLog:
 
     def seconds(self) -> float:
         """Wall time so far without evaluation."""
-        return max(1e-9, time.perf_counter() - self._start - self._spent["evaluate"])
+        return max(1e-9, time.perf_counter() - self._start - self._evaluation_seconds)
 
     def sampler_idle_share(self) -> float:
         """Share of the time without evaluation in which the samplers had nothing to sample."""
-        busy = self._busy_seconds() - self._busy_start - self._busy_in_evaluation
+        busy = self.collector.busy_seconds() - self._busy_start - self._busy_in_evaluation
         return min(1.0, max(0.0, 1.0 - busy / self.seconds()))
+
+    def prediction(self) -> Simulation:
+        """What the run's own timings predict: a fresh scheduler of its kind under a virtual clock."""
+        publisher = self.collector.publisher
+        workload = self._meter.workload(
+            engines=len(self.collector.engines), publish_seconds=publisher.mean_seconds()
+        )
+        if self._updates < PREDICTED_UPDATES:  # The run's own beginning is a part of what it measured.
+            return simulate(self._scheduler(), workload, updates=self._updates, warmup=0)
+        return simulate(self._scheduler(), workload, updates=PREDICTED_UPDATES)
 
     def finish(self) -> dict[str, Any]:
         """Write ``summary.json`` and the figures, print the summary and return it."""
         from recipes.figures import draw_run
 
         self._bar.close()
+        prediction = self.prediction()
+        self.lag.predicted = prediction.lag.means()
         lag = self.lag.to_dict()
         assert self._diagnostics is not None
         ratios = self._diagnostics.to_dict()
@@ -180,12 +207,14 @@ class RunLog:
             "ratio_second_moment": ratios["token/ratio_second_moment"],
             "ratio_max": ratios["token/ratio_max"],
             "ess_fraction": ratios["token/ess_fraction"],
-            "learner_idle_share": self._spent["wait"] / self.seconds(),
+            "learner_idle_share": self._wait_seconds / self.seconds(),
             "sampler_idle_share": self.sampler_idle_share(),
             "updates_per_second": self._updates / self.seconds(),
+            "predicted_updates_per_second": 1 / prediction.step_seconds,
+            "publish_seconds": self.collector.publisher.mean_seconds(),
             "tokens_per_second": self._tokens / self.seconds(),
             "seconds": self.seconds(),
-            "evaluation_seconds": self._spent["evaluate"],
+            "evaluation_seconds": self._evaluation_seconds,
             "audits": self._audits,
         }
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -215,7 +244,8 @@ def summary_text(summary: dict[str, Any], folder: Path) -> str:
             f"({100 * (after - before):+.1f} points)",
             f"  lag per token        nominal {summary['lag']['nominal_lag']}; "
             f"measured mean {lag['mean']:.2f}, p50 {lag['p50']:.0f}, "
-            f"p95 {lag['p95']:.0f}, max {lag['max']:.0f}",
+            f"p95 {lag['p95']:.0f}, max {lag['max']:.0f}; "
+            f"predicted mean {summary['lag']['predicted']['token_mean']:.2f}",
             f"  importance ratio     mean {summary['ratio_mean']:.4f}, second moment "
             f"{summary['ratio_second_moment']:.4f}, max {summary['ratio_max']:.2f}, "
             f"effective sample size {summary['ess_fraction']:.3f}",

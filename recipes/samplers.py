@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 
 import torch
 import transformers
 
-from recipes.kernel_choice import put_kernels_under
-from recipes.policy import Policy
+from recipes.policy import Policy, new_model
 from rzero.collectors import Channel, RemoteEngine, TransformersEngine, serve_engine
-from rzero.collectors.transport import Message
+from rzero.collectors.transport import ConnectionLost, Message
 
 
 def start_samplers(
@@ -35,7 +35,8 @@ def start_samplers(
 def stop_samplers(channels: dict[int, tuple[Channel, Channel]]) -> None:
     """On the learner's rank, when all engines are closed: let the samplers' ranks end."""
     for outgoing, _ in channels.values():
-        outgoing.send(Message("stop"))
+        with contextlib.suppress(ConnectionLost):  # its rank has ended already
+            outgoing.send(Message("stop"))
 
 
 def run_sampler(outgoing: Channel, incoming: Channel) -> None:
@@ -47,8 +48,7 @@ def run_sampler(outgoing: Channel, incoming: Channel) -> None:
 def _serve(told: Mapping[str, str], outgoing: Channel, incoming: Channel) -> None:
     raw = json.loads(told["config"])
     config = transformers.AutoConfig.for_model(**raw)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, told["dtype"]))
-    kernels = put_kernels_under(model, told["kernels"])
+    model, kernels = new_model(config, dtype=getattr(torch, told["dtype"]), kernels=told["kernels"])
     engine = TransformersEngine(
         model,
         eos_token_ids=tuple(json.loads(told["eos_token_ids"])),

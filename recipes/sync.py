@@ -3,7 +3,8 @@
 torchrun --standalone --nproc-per-node=2 recipes/sync.py
 """
 
-from recipes.reinforce_zero import Config, main
+from recipes.config import Config
+from recipes.reinforce_zero import main
 
 if __name__ == "__main__":
     main(Config(nominal_lag=0))

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, final
 
 from tensordict import TensorDictBase
@@ -16,7 +16,7 @@ from torchrl.collectors import BaseCollector
 
 from rzero.buffers import PackedBatch, ProvenanceReplayBuffer
 from rzero.collectors.drain import drain
-from rzero.collectors.engine import Completion, GenerationEngine
+from rzero.collectors.engine import Completion, EngineLost, GenerationEngine, GenerationRequest
 from rzero.collectors.engine_pool import EnginePool
 from rzero.collectors.failures import FailureCounts, GroupFailed
 from rzero.collectors.group_sampler import GroupSampler
@@ -92,12 +92,13 @@ class AsyncRolloutCollector(BaseCollector):
             raise ValueError(
                 f"AsyncRolloutCollector: engines must all hold version {scheduler.version}, got {versions}"
             )
-        self._pool, self._prompts = EnginePool(engines), prompts
+        self.publisher = publisher or WeightPublisher(engines)
+        self.publisher.add_done_callback(self._published)
+        self._pool = EnginePool(engines, tolerate_lost=self.publisher.tolerate_lost)
+        self._prompts = prompts
         self._interaction = reward_fn if isinstance(reward_fn, Interaction) else SingleTurn(reward_fn)
         self._scheduler, self._buffer, self._timeout = scheduler, buffer, timeout
         self._postproc = postproc
-        self.publisher = publisher or WeightPublisher(engines)
-        self.publisher.add_done_callback(self._published)
         self._lock = threading.Lock()  # guards the scheduler and what has finished
         self._finished: dict[int, tuple[list[Completion], list[float]]] = {}
         self._frames = self._batches = 0
@@ -112,7 +113,6 @@ class AsyncRolloutCollector(BaseCollector):
             group_size=group_size,
             max_new_tokens=max_new_tokens,
             seed=seed,
-            tolerate_lost=self.publisher.tolerate_lost,
         )
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -252,6 +252,17 @@ class AsyncRolloutCollector(BaseCollector):
             **counts,
         }
 
+    def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Sample something beside the training, e.g. to evaluate, and wait for it.
+
+        Args:
+            requests: With uids that no training response has, e.g. from 2**61 on.
+
+        Raises:
+            TimeoutError: If they take longer than ``timeout`` seconds.
+        """
+        return self._pool.sample(requests, timeout=self._timeout)
+
     def busy_seconds(self) -> float:
         """How long an engine has been sampling so far, in seconds, mean over those that live."""
         return self._pool.busy_seconds()
@@ -266,7 +277,8 @@ class AsyncRolloutCollector(BaseCollector):
             self._thread.join(self._timeout if timeout is None else timeout)
         self._interaction.close()
         for engine in self.engines:
-            engine.close()
+            with suppress(EngineLost) if self.publisher.tolerate_lost else nullcontext():
+                engine.close()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed what is sampled from now on; returns the seed."""

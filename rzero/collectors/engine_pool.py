@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import final
 
-from rzero.collectors.engine import EngineLost, GenerationEngine
+from rzero.collectors.engine import Completion, EngineLost, GenerationEngine, GenerationRequest
 
 
 @final
@@ -15,10 +18,12 @@ class EnginePool:
 
     Args:
         engines: At least one.
+        tolerate_lost: Whether the others go on when one is lost.
     """
 
-    def __init__(self, engines: Sequence[GenerationEngine]) -> None:
+    def __init__(self, engines: Sequence[GenerationEngine], *, tolerate_lost: bool = False) -> None:
         self._engines = list(engines)
+        self._tolerate_lost = tolerate_lost
         self._load = [0] * len(self._engines)
         self._lost: dict[int, BaseException] = {}
         self._lock = threading.Lock()
@@ -47,17 +52,63 @@ class EnginePool:
             self._load[index] += responses
             return index
 
-    def give_back(self, index: int) -> None:
-        """One response of an engine is over."""
-        with self._lock:
-            self._load[index] -= 1
+    def lose(self, index: int, error: EngineLost) -> None:
+        """Give an engine nothing more.
 
-    def lose(self, index: int, error: BaseException) -> None:
-        """Give an engine nothing more."""
+        Raises:
+            EngineLost: The given error, if losing an engine is not tolerated.
+        """
+        if not self._tolerate_lost:
+            raise error
         with self._lock:
             self._lost.setdefault(index, error)
+
+    def sample(self, requests: Sequence[GenerationRequest], *, timeout: float) -> list[Completion]:
+        """Sample requests on all engines and wait for them; what a lost engine had is sampled by another.
+
+        Args:
+            requests: In any number.
+            timeout: Seconds that all of them may take.
+
+        Raises:
+            TimeoutError: If they take longer.
+            EngineLost: If losing an engine is not tolerated, or none is left.
+        """
+        deadline = time.monotonic() + timeout
+        done: dict[int, Completion] = {}
+        while missing := [k for k in range(len(requests)) if k not in done]:
+            engines = [self.take(1) for _ in missing]
+            futures = [
+                self.watch(engine, partial(self._engines[engine].submit, requests[k]))
+                for k, engine in zip(missing, engines, strict=True)
+            ]
+            for k, engine, future in zip(missing, engines, futures, strict=True):
+                try:
+                    done[k] = future.result(timeout=max(0.0, deadline - time.monotonic()))
+                except EngineLost as error:
+                    self.lose(engine, error)
+                except TimeoutError:
+                    raise TimeoutError(
+                        f"EnginePool.sample: {len(requests)} responses must be done within {timeout:g} s, "
+                        f"got {len(done)}"
+                    ) from None
+        return [done[k] for k in range(len(requests))]
+
+    def watch(self, index: int, start: Callable[[], Future[Completion]]) -> Future[Completion]:
+        """Start a response on an engine; when it is over, the engine has one less."""
+        try:
+            future = start()
+        except EngineLost as error:
+            future = Future()
+            future.set_exception(error)
+        future.add_done_callback(lambda _: self._give_back(index))
+        return future
 
     def busy_seconds(self) -> float:
         """How long an engine has been sampling so far, in seconds, mean over those that live."""
         living = self.living
         return sum(engine.busy_seconds() for engine in living) / max(1, len(living))
+
+    def _give_back(self, index: int) -> None:
+        with self._lock:
+            self._load[index] -= 1

@@ -40,7 +40,6 @@ class GroupSampler:
         group_size: Responses per prompt.
         max_new_tokens: Length limit of a response.
         seed: With a response's uid it decides its random numbers.
-        tolerate_lost: Whether another engine takes over what a lost one was sampling; else that is raised.
     """
 
     def __init__(
@@ -54,12 +53,10 @@ class GroupSampler:
         group_size: int,
         max_new_tokens: int,
         seed: int,
-        tolerate_lost: bool,
     ) -> None:
         self._pool, self._interaction, self._events = pool, interaction, events
         self._accept, self._fail = accept, fail
         self._group_size, self._max_new_tokens, self.seed = group_size, max_new_tokens, seed
-        self._tolerate_lost = tolerate_lost
         self._groups: dict[int, _Group] = {}
 
     def start(self, ticket: int, prompt: Prompt) -> None:
@@ -82,32 +79,24 @@ class GroupSampler:
 
     def _respond(self, engine: int, request: GenerationRequest) -> None:
         prompt = self._groups[request.group_id].prompt
-        try:
-            future = self._interaction.respond(self._pool[engine], prompt, request)
-        except EngineLost as error:
-            future = Future()
-            future.set_exception(error)
-
-        def handle(completion: Completion) -> None:
-            self._collect(completion, request.sample_index)
+        future = self._pool.watch(
+            engine, lambda: self._interaction.respond(self._pool[engine], prompt, request)
+        )
 
         def lost(error: EngineLost) -> None:
-            if not self._tolerate_lost:
-                raise error
             self._pool.lose(engine, error)
             if request.group_id in self._groups:
                 self._respond(self._pool.take(1), request)
 
-        future.add_done_callback(lambda _: self._pool.give_back(engine))
-        self._when_done(future, handle, request.group_id, lost=lost)
+        self._when_done(future, self._collect, request.group_id, lost=lost)
 
-    def _collect(self, completion: Completion, index: int) -> None:
+    def _collect(self, completion: Completion) -> None:
         """Note a completion; the last of its group asks for the rewards."""
         ticket = completion.request.group_id
         group = self._groups.get(ticket)
         if group is None:
             return  # it failed by another of its responses
-        group.completions[index] = completion
+        group.completions[completion.request.sample_index] = completion
         group.missing -= 1
         if group.missing:
             return

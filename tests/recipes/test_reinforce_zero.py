@@ -66,7 +66,7 @@ def test_a_local_model_and_mixed_tasks(start, tmp_path, cache):
         (["--model", "/no/such/folder"], 2, "--model must name a folder with a Hugging Face model, got"),
         (["--tasks", "no_such_task"], 2, "specs must name data sets of reasoning-gym"),
         (["--group-size", "1"], 2, "--group-size must be at least 2, got 1"),
-        ([], 1, "needs a rank that learns and at least one that samples; start it with"),
+        ([], 1, "needs 1 rank(s) that learn and at least one that samples, got 1; start it with"),
     ],
 )
 def test_a_mistake_is_said_in_one_line(start, flags, ranks, message):

@@ -1,0 +1,147 @@
+"""The ranks that learn: one, or several that share the model and each batch by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from rzero.buffers import ROW_FIELDS, TOKEN_FIELDS, PackedBatch
+from rzero.collectors import named_weights
+from rzero.collectors.transport import Message, decode, encode
+
+
+@final
+class Learners:
+    """The ranks 0 to ``size - 1``; rank 0 collects, and all of them learn from what it collected.
+
+    Every learner makes the same calls in the same order.
+
+    Args:
+        size: How many ranks learn; with 1 nothing is communicated.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.rank = dist.get_rank()
+        self._mesh = DeviceMesh("cpu", list(range(size))) if size > 1 else None
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the one that collects."""
+        return self.rank == 0
+
+    @contextmanager
+    def first_before_others(self) -> Iterator[None]:
+        """Let rank 0 run a block before the others do, e.g. because it fills a cache."""
+        if self._mesh is not None and not self.first:
+            dist.barrier(self._mesh.get_group())
+        yield
+        if self._mesh is not None and self.first:
+            dist.barrier(self._mesh.get_group())
+
+    def shard(self, model: Any) -> None:
+        """Spread parameters, gradients and optimizer state over the learners, layer by layer, in place."""
+        if self._mesh is not None:
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=self._mesh)
+            fully_shard(model, mesh=self._mesh)
+
+    def next_batch(self, batches: Iterator[PackedBatch] | None) -> PackedBatch:
+        """Rank 0's next batch, on every learner.
+
+        Args:
+            batches: On rank 0; None on the others.
+        """
+        batch = None if batches is None else next(batches)
+        if self._mesh is not None:
+            return self._broadcast(batch)
+        if batch is None:
+            raise ValueError("Learners.next_batch: batches must be given on rank 0, got None")
+        return batch
+
+    def share(self, batch: PackedBatch, *, group_size: int) -> PackedBatch:
+        """The whole groups of a batch that this learner computes.
+
+        Args:
+            batch: The same on every learner, with the responses of a group beside each other.
+            group_size: Responses of a group.
+        """
+        first, end = self._rows(batch, group_size)
+        return batch if self.size == 1 else _slice(batch, first, end)
+
+    def together(self, batch: PackedBatch, values: Tensor, *, group_size: int) -> Tensor:
+        """Token values of the whole batch from those of each learner's share.
+
+        Args:
+            batch: The whole one.
+            values: [n] of the tokens of this learner's share.
+            group_size: As in ``share``.
+
+        Returns:
+            [N] without gradient, on every learner.
+        """
+        if self._mesh is None:
+            return values.detach()
+        first, end = self._rows(batch, group_size)
+        whole = values.new_zeros(len(batch.token_ids))
+        whole[batch.cu_seqlens[first] : batch.cu_seqlens[end]] = values.detach()
+        dist.all_reduce(whole, group=self._mesh.get_group())
+        return whole
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Gradients of the sum of all learners' losses; returns that sum.
+
+        FSDP2 averages gradients over ranks, so each loss is scaled up by their number.
+        """
+        (loss * self.size).backward()
+        total = loss.detach().clone()
+        if self._mesh is not None:
+            dist.all_reduce(total, group=self._mesh.get_group())
+        return total
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """A tensor of which every learner holds a part, put together on all of them."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def full_weights(self, model: Any) -> dict[str, Tensor]:
+        """``named_weights`` of the whole model, on every learner."""
+        return {name: self.full(tensor) for name, tensor in named_weights(model).items()}
+
+    def _rows(self, batch: PackedBatch, group_size: int) -> tuple[int, int]:
+        groups = batch.num_responses // group_size
+        ends = [group_size * (groups * rank // self.size) for rank in (self.rank, self.rank + 1)]
+        return ends[0], ends[1]
+
+    def _broadcast(self, batch: PackedBatch | None) -> PackedBatch:
+        assert self._mesh is not None
+        group = self._mesh.get_group()
+        data = torch.empty(0, dtype=torch.uint8)
+        if batch is not None:
+            data = encode(Message("batch", {name: getattr(batch, name) for name in _names()}))
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0, group=group)
+        if batch is None:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=group)
+        fields: dict[str, Any] = dict(decode(data).tensors)
+        return PackedBatch(**fields) if batch is None else batch
+
+
+def _names() -> list[str]:
+    return [*TOKEN_FIELDS, "cu_seqlens", *ROW_FIELDS, "digest"]
+
+
+def _slice(batch: PackedBatch, first: int, end: int) -> PackedBatch:
+    start, stop = batch.cu_seqlens[first], batch.cu_seqlens[end]
+    fields: dict[str, Any] = {name: getattr(batch, name)[start:stop] for name in TOKEN_FIELDS}
+    fields |= {name: getattr(batch, name)[first:end] for name in (*ROW_FIELDS, "digest")}
+    fields["cu_seqlens"] = batch.cu_seqlens[first : end + 1] - start
+    return PackedBatch(**fields)
