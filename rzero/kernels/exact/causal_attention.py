@@ -91,6 +91,9 @@ def attention(
 def round_kv(x: Tensor) -> Tensor:
     """Keys or values on their grids, as ``attention`` rounds them: round once before they are cached.
 
+    Invariance. A row's grid is a power of two above its own maximum, which has no order; the rounding is two
+    IEEE additions, element by element. The largest element stays, so rounding again changes nothing.
+
     Args:
         x: [..., D] float32, bfloat16 or float16; the gradient passes through.
 

@@ -72,6 +72,8 @@ def linear_joined(
 ) -> Tensor:
     """Several ``linear`` of one input side by side, each with the bits it has alone, in one product.
 
+    Invariance. That of ``linear``: a column knows its own weight row only, so its neighbours do not show.
+
     Args:
         x: [..., K]; receives gradient.
         weights: Each [N_i, K]; receive gradient.

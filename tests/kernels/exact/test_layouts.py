@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rzero.kernels.exact import layouts
 from rzero.kernels.exact.causal_attention import attention, round_kv
 from rzero.kernels.exact.layouts import attention_paged, attention_varlen
 from tests.kernels.bits import differing
@@ -75,6 +76,74 @@ def test_pages_of_any_size_and_order_equal_a_contiguous_cache(seed, lengths, siz
         query, keys, values, cu_seqlens_q=offsets(queries), cu_seqlens_k=offsets(lengths), scale=SCALE
     )
     assert differing(out, contiguous) == 0
+
+
+@given(st.integers(0, 10**6), st.integers(1, 20), st.lists(st.integers(0, 12), min_size=2, max_size=5))
+@settings(max_examples=20, deadline=None)
+def test_pages_of_a_shared_prefix_equal_copies_of_it(seed, prefix, tails):
+    """A hit of the prefix cache: the tables begin with the same pages; a miss: with copies of them."""
+    size, generator = 4, torch.Generator().manual_seed(seed)
+    begin = prefix // size  # whole pages can be shared
+    keys, values = (round_kv(x) for x in torch.randn(2, 20 + 12, 2, 8, generator=generator).unbind())
+    width = -(-(prefix + max(tails)) // size)
+    pages = torch.full((2, width * (len(tails) + 1), size, 2, 8), math.nan)
+    own = torch.arange(width * len(tails)).view(len(tails), width) + width
+    shared = torch.cat([torch.arange(begin).expand(len(tails), -1), own[:, begin:]], 1)
+    for table in (own, shared):
+        for row, tail in zip(table, tails, strict=True):
+            for t in range(prefix + tail):
+                pages[0, row[t // size], t % size] = keys[t] + (0 if t < prefix else tail)
+                pages[1, row[t // size], t % size] = values[t]
+    query = torch.randn(len(tails), 4, 8, generator=generator)
+    hit, miss = (
+        attention_paged(
+            query,
+            pages[0],
+            pages[1],
+            page_table=table,
+            cu_seqlens_q=torch.arange(len(tails) + 1),
+            seqlens_k=torch.tensor([prefix + tail for tail in tails]),
+            scale=SCALE,
+            rounded_kv=True,
+        )
+        for table in (shared, own)
+    )
+    assert differing(hit, miss) == 0 and bool(hit.isfinite().all())
+
+
+def torchs_own(query, fetch, mask, *, scale, groups, keys, rounded_kv, log_sums=None):
+    key, value = (x.nan_to_num(0.0) for x in fetch(slice(None)))
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
+    )
+
+
+def test_torchs_own_attention_would_fail_these_tests(monkeypatch):
+    """The negative control: pages and packing over torch's kernel, against each request alone."""
+    monkeypatch.setattr(layouts, "attend", torchs_own)
+    lengths = [37, 12, 40]
+    query, keys, values, pages, table = paged(0, lengths, 16, [1, 1, 1])
+    cuts, wrong = offsets(lengths), 0
+    out = attention_paged(
+        query,
+        pages[0],
+        pages[1],
+        page_table=table,
+        cu_seqlens_q=torch.arange(4),
+        seqlens_k=torch.tensor(lengths),
+        scale=SCALE,
+    )
+    for b, (start, stop) in enumerate(pairwise(cuts)):
+        q, k, v = (
+            query[b : b + 1].transpose(0, 1)[None],
+            *(x[start:stop].transpose(0, 1)[None] for x in (keys, values)),
+        )
+        alone = torchs_own(
+            q, lambda _, k=k, v=v: (k, v), None, scale=SCALE, groups=2, keys=0, rounded_kv=True
+        )
+        assert torch.allclose(alone[0, :, 0], out[b], atol=1e-5)
+        wrong += differing(alone[0, :, 0], out[b])
+    assert wrong > 0
 
 
 def test_gradients_of_packed_sequences_are_those_of_each():

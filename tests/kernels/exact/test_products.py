@@ -88,12 +88,15 @@ def test_the_blocks_do_not_show(monkeypatch, rows, product):
     assert differing(second, linear(x, weight[:7].contiguous())) == 0
 
 
-def test_the_sign_of_zero_does_not_depend_on_the_number_of_rows():
+def test_the_sign_of_zero_does_not_depend_on_the_product(monkeypatch):
     """A zero row against negative weights: all products are -0, which one kernel adds to +0, another not."""
     weight = -torch.ones(3, 4)
+    for name in ("mm", "matmul"):
+        product = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, product=product, **kw: product(*args, **kw).mul_(-1))
     for rows in (1, 2, 5, 64):
         assert differing(linear(torch.zeros(rows, 4), weight), torch.zeros(rows, 3)) == 0
-        assert differing(matmul(-torch.zeros(rows, 1), torch.ones(1, 3)), torch.zeros(rows, 3)) == 0
+        assert differing(matmul(torch.zeros(rows, 1), torch.ones(1, 3)), torch.zeros(rows, 3)) == 0
 
 
 @pytest.mark.parametrize("columns", [64, 576, 4096])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rzero.kernels.exact import rounding
 from rzero.kernels.exact.rounding import (
     MAGIC,
+    THRESHOLD,
     max_scale,
     norm_scale,
     power_above_sum,
@@ -90,6 +91,30 @@ def test_rows_whose_norm_lies_at_the_tipping_point_are_decided_by_their_exact_su
         scales.add(float(found))
     assert sum(decided) > 100
     assert scales == {1.0, 2.0}  # both sides of the point occur
+
+
+# Rows at the tipping point: the norm is sqrt(1 + 2**-26), in float64 1 + 2**-27, half of row_norm's last
+# place; the sum is 1.389.
+HIGH = float(torch.tensor(THRESHOLD, dtype=torch.float32))
+TIPPING = [
+    (row_norm, torch.linalg, "vector_norm", [1.0, 2.0**-13]),
+    (power_above_sum, torch.Tensor, "sum", [HIGH - 2.0**-10, 2.0**-10 + THRESHOLD - HIGH]),
+]
+
+
+@pytest.mark.parametrize(("scale", "owner", "native", "row"), TIPPING, ids=["row_norm", "power_above_sum"])
+def test_another_order_of_a_sum_changes_no_scale(monkeypatch, scale, owner, native, row):
+    """The native sum is replaced by one that is off by some ulps, either way: as on another host."""
+    rows, original, found = torch.tensor([row], dtype=torch.float64), getattr(owner, native), []
+    for ulps in range(-15, 16):
+
+        def off(*args, ulps=ulps, **kwargs):
+            return (original(*args, **kwargs).view(torch.int64) + ulps).view(torch.float64)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, native, off)
+            found.append(scale(rows.clone()))
+    assert all(differing(other, found[0]) == 0 for other in found)
 
 
 def test_a_row_norm_matches_a_correctly_rounded_sum():
