@@ -4,7 +4,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -129,6 +130,7 @@ class ContextTable:
     def __init__(self, path: str | Path | None = None):
         """Read the file, if there is one."""
         self._path = None if path is None else Path(path)
+        self._lock = threading.Lock()
         self._contexts: dict[int, SamplingContext] = {}
         if self._path is not None and self._path.exists():
             self._contexts = _parse(self._path.read_text())
@@ -139,21 +141,24 @@ class ContextTable:
         The file is replaced atomically before the id is returned, so no stored response can name a context
         that a crash forgot.
         """
-        known = self._contexts.setdefault(context.context_id, context)
-        if known != context:
-            raise ValueError(f"ContextTable.intern: id {context.context_id} already names {known.to_json()}")
-        if known is context:
-            self._save()
+        with self._lock:
+            known = self._contexts.get(context.context_id)
+            if known is None:
+                self._replace({**self._contexts, context.context_id: context})
+            elif known != context:
+                raise ValueError(
+                    f"ContextTable.intern: id {context.context_id} already names {known.to_json()}"
+                )
         return context.context_id
 
     def update(self, text: str) -> None:
         """Add the contexts of another table's `to_json`; each id must be that of its content."""
-        self._contexts = {**_parse(text), **self._contexts}
-        self._save()
+        with self._lock:
+            self._replace({**_parse(text), **self._contexts})
 
     def to_json(self) -> str:
         """Write the table as one JSON object, id to context."""
-        return json.dumps({str(key): asdict(value) for key, value in self._contexts.items()}, indent=1)
+        return _text(self._contexts)
 
     def __getitem__(self, context_id: int) -> SamplingContext:
         """Look a context up by its id."""
@@ -171,11 +176,20 @@ class ContextTable:
         """Iterate over the contexts in the order in which they came."""
         return iter(self._contexts.values())
 
-    def _save(self) -> None:
+    def _replace(self, contexts: dict[int, SamplingContext]) -> None:
+        """Write first, then remember: what is in the table is in the file."""
         if self._path is not None:
-            partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
-            partial.write_text(self.to_json())
+            partial = self._path.with_name(f"{self._path.name}.partial")
+            with open(partial, "w") as file:
+                file.write(_text(contexts))
+                file.flush()
+                os.fsync(file.fileno())
             partial.replace(self._path)
+        self._contexts = contexts
+
+
+def _text(contexts: Mapping[int, SamplingContext]) -> str:
+    return json.dumps({str(key): asdict(value) for key, value in contexts.items()}, indent=1)
 
 
 def _parse(text: str) -> dict[int, SamplingContext]:

@@ -3,11 +3,13 @@
 import dataclasses
 import hashlib
 import json
+import threading
 
 import pytest
 
 from rzero.buffers import ContextTable, SamplingContext
 from tests.buffers.processes import CONTEXT
+from tests.buffers.responses import full_disk
 
 LAW = {
     "temperature": 0.5,
@@ -132,6 +134,39 @@ def test_a_table_interns_and_survives_on_disk(tmp_path):
     assert second.context_id in again
     assert 0 not in again
     assert [path.name for path in tmp_path.iterdir()] == ["contexts.json"]
+
+
+def test_threads_may_intern_at_once(tmp_path):
+    laws = [SamplingContext(**{**LAW, "temperature": 1.0 + step}) for step in range(40)]
+    table, failures = ContextTable(tmp_path / "contexts.json"), []
+
+    def intern(portion):
+        try:
+            for law in portion:
+                table.intern(law)
+        except OSError as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=intern, args=(laws[start:] + laws[:start],)) for start in (0, 10, 20, 30)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    assert set(ContextTable(tmp_path / "contexts.json")) == set(table) == set(laws)
+
+
+def test_a_law_that_the_disk_refused_is_not_in_the_table(tmp_path):
+    table = ContextTable(tmp_path / "contexts.json")
+    table.intern(SamplingContext(**LAW))
+    other = SamplingContext(**{**LAW, "temperature": 9.0})
+    with full_disk(300), pytest.raises(OSError, match="File too large"):
+        table.intern(other)
+    assert list(table) == list(ContextTable(tmp_path / "contexts.json")) == [SamplingContext(**LAW)]
+    table.intern(other)
+    assert other in list(ContextTable(tmp_path / "contexts.json"))
 
 
 def test_a_table_that_was_tampered_with_is_refused(tmp_path):
