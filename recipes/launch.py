@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from recipes.errors import RecipeError
 from recipes.learners import Learners
+from recipes.supervise import is_supervised, supervise
 from rzero.collectors import Channel, open_channels
 from rzero.collectors.transport import ConnectionLost
 
@@ -62,6 +63,7 @@ def run(
     sample: Callable[[Channel, Channel], None],
     *,
     learners: int = 1,
+    tolerate_failures: bool = False,
 ) -> NoReturn:
     """Connect the ranks, run this one's part, and end the process.
 
@@ -69,6 +71,7 @@ def run(
         learn: Called on the ranks that learn, on rank 0 with (to, from) channels by sampler rank.
         sample: Called on every other rank with the channels (to, from) rank 0.
         learners: The first so many ranks learn, the others sample.
+        tolerate_failures: Whether a rank that samples may die without ending the job.
     """
     # tqdm's own lock is a semaphore of the system, which os._exit would leak.
     tqdm.set_lock(threading.RLock())
@@ -80,9 +83,12 @@ def run(
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world < learners + 1:
             raise RecipeError(
-                f"needs {learners} rank(s) that learn and at least one that samples, got {world}; start it with "
-                f"`{START.format(learners + 1)} ...`"
+                f"needs {learners} rank(s) that learn and at least one that samples, got {world}; "
+                f"start it with `{START.format(learners + 1)} ...`"
             )
+        if tolerate_failures and int(os.environ["RANK"]) >= learners and not is_supervised():
+            supervise()
+            sys.exit(0)
         _connect()
         channels = open_channels(LEARNER, list(range(learners, world)))
         if dist.get_rank() < learners:

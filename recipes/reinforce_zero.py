@@ -105,7 +105,8 @@ def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, A
                 share.cu_seqlens,
                 share.response_mask,
                 temperature=config.temperature,
-                prompt_length=share.prompt_length,  # each prompt is computed once for its group
+                # Each prompt is computed once for its group, but FSDP2 allows one forward: each row alone.
+                prompt_length=share.prompt_length if learners.size == 1 else None,
                 log_softmax=policy.kernels.log_softmax,
             )
             if config.nominal_lag == 0 and config.kernels == "exact":
@@ -142,7 +143,12 @@ def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, A
 def main(default: Config) -> None:
     """Read the flags and run this process's part."""
     config = parse(Config, default=default, description=Config.__doc__ or "")
-    run(partial(learn, config), run_sampler, learners=config.learners)
+    run(
+        partial(learn, config),
+        run_sampler,
+        learners=config.learners,
+        tolerate_failures=config.tolerate_failures,
+    )
 
 
 if __name__ == "__main__":

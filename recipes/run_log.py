@@ -215,6 +215,7 @@ class RunLog:
             "tokens_per_second": self._tokens / self.seconds(),
             "seconds": self.seconds(),
             "evaluation_seconds": self._evaluation_seconds,
+            "engines": len(self.collector.engines),
             "audits": self._audits,
         }
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

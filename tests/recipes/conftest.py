@@ -1,6 +1,7 @@
 """Recipes as a user starts them: through torchrun, in processes of their own."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -43,12 +44,12 @@ def start(cache, tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
                 child.kill()
 
 
-def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
+def ranks_of(process: subprocess.Popen, count: int = 2) -> list[psutil.Process]:
     """The processes of the ranks, by rank, once all have started."""
     while True:
         children = psutil.Process(process.pid).children()
         ranks = {c.environ()["RANK"]: c for c in children if "RANK" in _environ(c)}
-        if len(ranks) >= 2 or process.poll() is not None:
+        if len(ranks) >= count or process.poll() is not None:
             return [ranks[rank] for rank in sorted(ranks)]
 
 
@@ -68,3 +69,10 @@ def until(process: subprocess.Popen, text: str) -> str:
         assert character, f"the recipe ended before it said {text!r}:\n{said}"
         said += character
     return said
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
