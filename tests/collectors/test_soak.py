@@ -1,0 +1,56 @@
+"""A run under faults for a while: real processes, rewards that hang, samplers that are killed."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+WORLD = 5  # a learner and four samplers, three of which are killed
+KILLED = (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "seed"),
+    [(8, 0), pytest.param(1800, 1, marks=pytest.mark.slow)],
+)
+def test_nothing_is_lost_under_faults(tmp_path, seconds, seed):
+    ranks = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.collectors.soak_ranks"),
+                *(str(rank), str(WORLD), str(tmp_path / "store"), str(seconds), str(seed)),
+            ],
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        assert ranks[0].stdout is not None
+        assert '"progress": 50' in ranks[0].stdout.readline()  # all samplers are at work
+        for victim in KILLED:
+            ranks[victim].kill()
+            time.sleep(seconds / 10)
+        stdout, stderr = ranks[0].communicate(timeout=seconds + 120)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert ranks[0].returncode == 0, stderr
+    result = json.loads(stdout.splitlines()[-1])
+    print(result)
+    stats = result["stats"]
+    assert stats["engines"] == WORLD - 1 - len(KILLED)
+    assert result["updates"] > 60
+    assert result["versions"] >= result["updates"] - 1
+    assert stats["failed/reward timeout"] > 0 and stats["failed/no reward"] > 0
+    # A hung reward is a failure as soon as its time is up; only those of the last moment still run.
+    hung, gave_up = result["fates"]["hung"], result["fates"]["gives up"]
+    assert hung + gave_up - stats["failed"] in range(0, 10)
+    assert stats["failed"] == stats["failed/reward timeout"] + stats["failed/no reward"]
+    assert result["oldest_in_work"] <= 60  # nobody starves
