@@ -8,9 +8,11 @@ Imports vLLM. All calls come from one thread at a time.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import entry_points
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 import transformers
 from torch import Tensor
 from vllm.config import WeightTransferConfig
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -63,7 +66,10 @@ class VLLMCore:
         self._own_process = own_process
         args = _engine_args(model, max_slots, kernels, transfer, load_weights, engine_args)
         self._refuse_second_state()
-        with _environment(kernels):
+        with _environment(kernels), ExitStack() as on_failure:
+            self._restore_vllm = (lambda: None) if own_process else _plugin()()
+            on_failure.callback(self._restore_vllm)
+            on_failure.callback(lambda: None if own_process else cleanup_dist_env_and_memory())
             config = args.create_engine_config()
             self._engine = LLMEngine(
                 vllm_config=config,
@@ -71,17 +77,19 @@ class VLLMCore:
                 log_stats=False,
                 multiprocess_mode=own_process,
             )
-        VLLMCore._in_process |= not own_process
-        try:
+            VLLMCore._in_process |= not own_process
+            if own_process:
+                _watch(self._engine.engine_core)
+            on_failure.pop_all()
+            on_failure.callback(self.close)
             self.fingerprint, self.device = self._prepare(kernels)
             self._transfer: WeightTransfer = (
                 NCCLTransfer(self._engine, workers=config.parallel_config.world_size)
                 if transfer == "nccl"
                 else SharedMemoryTransfer(self._engine)
             )
-        except BaseException:
-            self.close()
-            raise
+            on_failure.pop_all()
+        self.vocabulary: int = config.model_config.get_vocab_size()
         self.max_model_len: int = config.model_config.max_model_len
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.tensor_parallel_size: int = config.parallel_config.tensor_parallel_size
@@ -174,7 +182,21 @@ class VLLMCore:
     def close(self) -> None:
         """Stop for good."""
         self._engine.engine_core.shutdown()
+        self._restore_vllm()
         VLLMCore._in_process &= self._own_process
+
+
+def _watch(client: Any) -> None:
+    """Wake whoever waits for an engine core's process when it is gone; vLLM leaves them waiting."""
+
+    def watch() -> None:
+        connection.wait([process.sentinel for process in client.resources.engine_manager.processes])
+        client.outputs_queue.put_nowait(EngineDeadError())
+        for future in list(client.utility_results.values()):
+            if not future.done():
+                future.set_exception(EngineDeadError())
+
+    threading.Thread(target=watch, name="VLLMEngine-watch", daemon=True).start()
 
 
 def _engine_args(
@@ -219,13 +241,12 @@ def _environment(kernels: str) -> Iterator[None]:
     wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", KERNELS: "" if native else kernels}
     if current_platform.is_cpu():
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the one worker gets a process of its own
     if not native:
         wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
-        if not native:
-            _load_plugin()
         yield
     finally:
         for name, value in before.items():
@@ -235,9 +256,9 @@ def _environment(kernels: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _load_plugin() -> None:
-    """Run our plugin in this process too; vLLM itself loads plugins once a process."""
+def _plugin() -> Callable[[], Callable[[], None]]:
+    """Our plugin, as vLLM finds it; vLLM itself runs plugins once a process, so we run it for each engine."""
     found = entry_points(group="vllm.general_plugins", name="rzero")
     if not found:
         raise RuntimeError("VLLMEngine: rzero must be installed by pip, so that vLLM finds its plugin")
-    next(iter(found)).load()()
+    return next(iter(found)).load()

@@ -133,8 +133,15 @@ class VLLMEngine:
         """See ``GenerationEngine.submit``; ``request.trace`` has no effect: vLLM's modules are not traced.
 
         Raises:
-            ValueError: If prompt and response together may exceed vLLM's ``max_model_len``.
+            ValueError: If the model lacks a token of the prompt, or prompt and response together may exceed
+                vLLM's ``max_model_len``.
         """
+        foreign = [token for token in request.prompt if not 0 <= token < self._core.vocabulary]
+        if foreign:
+            raise ValueError(
+                f"VLLMEngine.submit: prompt tokens must be from 0 to {self._core.vocabulary - 1}, "
+                f"got {foreign[0]}"
+            )
         longest = len(request.prompt) + request.max_new_tokens
         if longest > self._core.max_model_len:
             raise ValueError(
@@ -308,10 +315,7 @@ class VLLMEngine:
             room = 0 if self._draining else min(self._max_slots - len(self._slots), len(self._pending))
             new = [self._pending.popleft() for _ in range(room)]
         for slot in new:
-            try:
-                self._slots.start(slot, self._version)
-            except ValueError as error:  # vLLM refuses this request, e.g. a token that the model lacks
-                slot.future.set_exception(error)
+            self._slots.start(slot, self._version)
 
 
 def _refuse(temperature: float, max_slots: int, transfer: str, own_process: bool) -> None:

@@ -82,11 +82,7 @@ class Slots:
         return {slot.request.uid for slot in self._slots.values()}
 
     def start(self, slot: Slot, version: int) -> None:
-        """Give a request to vLLM; it shares keys and values with those that started with the same weights.
-
-        Raises:
-            ValueError: If vLLM refuses the request, e.g. because of a token that the model lacks.
-        """
+        """Give a request to vLLM; it shares keys and values with those that started with the same weights."""
         params = sampling_params(
             temperature=self._temperature,
             seed=slot.request.seed,

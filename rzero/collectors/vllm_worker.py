@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from rzero.collectors.engine import EngineError
 from rzero.collectors.hashing import tensor_digest
@@ -66,6 +66,7 @@ class WorkerExtension:
 
     def _rzero_reload(self, model: Any, weights: Mapping[str, Tensor]) -> None:
         self.reload_weights(weights_iterator=list(weights.items()))
+        _repack_tied_heads(model)
         model.__dict__["rzero_negative_zeros"] = {
             name: negative
             for name, tensor in weights.items()
@@ -126,6 +127,13 @@ def _computing(module: Any) -> Tensor:
     columns = module.embedding_dim if isinstance(module, VocabParallelEmbedding) else module.input_size
     unit = torch.eye(columns, dtype=weight.dtype)
     return module.quant_method.apply(module, unit).t().contiguous()
+
+
+def _repack_tied_heads(model: Any) -> None:
+    """A head that shares the embedding's parameter keeps its old packed copy when vLLM reloads on a CPU."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _refuse_other_weights(

@@ -5,14 +5,18 @@ It does nothing unless the environment variable ``RZERO_VLLM_KERNELS`` names ker
 """
 
 import os
+from collections.abc import Callable
 
 __all__ = ["ENVIRONMENT", "register"]
 
 ENVIRONMENT = "RZERO_VLLM_KERNELS"
 
 
-def register() -> None:
+def register() -> Callable[[], None]:
     """Put the kernels that ``RZERO_VLLM_KERNELS`` names under vLLM in this process; repeated calls are one.
+
+    Returns:
+        What restores vLLM, for engines made afterwards; nothing to restore where nothing was changed.
 
     Raises:
         ValueError: If the variable names no kernels of ours.
@@ -23,4 +27,5 @@ def register() -> None:
         from rzero.kernels.vllm_align import align_vllm, aligned_kernels
 
         if aligned_kernels() is None:
-            align_vllm(kernels)
+            return align_vllm(kernels)
+    return lambda: None
