@@ -1,16 +1,19 @@
 """Making batches of leased groups, on demand or ahead of time."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from rzero.buffers.entry import restore_batch
 from rzero.buffers.faults import ProvenanceError
 from rzero.buffers.group_queue import GroupQueue, Lease
 from rzero.buffers.packing import PackedBatch, digests_match
+from rzero.buffers.state import State
 from rzero.buffers.storage import TokenLogStorage
 
 
@@ -111,13 +114,32 @@ class BatchMaker:
         ):
             self._submit(self._queue.take(self._size))
 
-    def prepare_these(self, groups: Sequence[int]) -> None:
-        """Prepare a batch of particular ready groups next; the caller holds the lock."""
-        self._submit(self._queue.take_these(groups))
+    def order(self) -> dict[str, dict[str, Tensor]]:
+        """What is needed to draw the same from the same store: the sampler's state, and what is prepared."""
+        groups = [lease.groups for lease, _ in self._prepared if not lease.recalled]
+        prepared = {"groups": torch.tensor(groups, dtype=torch.int64)}
+        return {"sampler": self._queue.sampler.state_dict(), "prepared": prepared}
 
-    def prepared_groups(self) -> list[list[int]]:
-        """The groups of the batches that are prepared, in order."""
-        return [lease.groups for lease, _ in self._prepared if not lease.recalled]
+    def load(self, state: State, order: Mapping[str, Any]) -> None:
+        """Put a state in the place of everything that is stored, to be drawn in the order of `order`.
+
+        The caller holds the lock.
+
+        Raises:
+            ValueError: if the state or the order is not of this kind; nothing has changed then.
+        """
+        sampler, saved = self._queue.sampler, order.get("sampler", {})
+        if missing := sampler.state_dict().keys() - saved.keys():
+            raise ValueError(
+                f"load_state_dict: sampler state must hold {sorted(missing)}, got {sorted(saved)}"
+            )
+        self.recall()
+        self._storage.store.load(state)
+        sampler.load_state_dict(saved)
+        self._queue.rebuild()
+        for groups in order["prepared"]["groups"].tolist():
+            self._submit(self._queue.take_these(groups))
+        self.prepare_ahead()
 
     def recall(self) -> None:
         """Give the groups of all prepared batches back; the caller holds the lock."""

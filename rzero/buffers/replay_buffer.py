@@ -15,7 +15,7 @@ from rzero.buffers.group_queue import Eviction, GroupQueue
 from rzero.buffers.packing import PackedBatch, pack_fields
 from rzero.buffers.records import Rollout
 from rzero.buffers.samplers import FifoGroupSampler, GroupSampler
-from rzero.buffers.state import State, from_tensors, read_state, write_state
+from rzero.buffers.state import from_tensors, read_state, write_state
 from rzero.buffers.storage import TokenLogStorage
 from rzero.buffers.write_once import WriteOnceReplayBuffer
 from rzero.buffers.writer import TokenLogWriter
@@ -316,7 +316,7 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
         with self._queue.changed:
             return {
                 "storage": self.storage.state_dict(),
-                **self._order(),
+                **self._maker.order(),
                 "transform": self.transform.state_dict(),
             }
 
@@ -327,7 +327,7 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
             ValueError: if it has another layout or a digest does not hold; nothing has changed then.
         """
         with self._queue.changed:
-            self._load(from_tensors(state_dict["storage"]), state_dict)
+            self._maker.load(from_tensors(state_dict["storage"]), state_dict)
             self.transform.load_state_dict(state_dict.get("transform", {}))
 
     def dumps(self, path: str | Path) -> None:
@@ -335,7 +335,7 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         with self._queue.changed:
-            state, order, transform = self._store.state(), self._order(), self.transform.state_dict()
+            state, order, transform = self._store.state(), self._maker.order(), self.transform.state_dict()
         if transform:
             torch.save(transform, folder / "transform.pt")
         else:
@@ -346,25 +346,9 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
         """Put what `dumps` wrote in the place of everything that is stored. Nothing is unpickled."""
         state, order = read_state(Path(path) / "buffer.bin")
         with self._queue.changed:
-            self._load(state, order)
+            self._maker.load(state, order)
         if (Path(path) / "transform.pt").exists():
             self.transform.load_state_dict(torch.load(Path(path) / "transform.pt", weights_only=True))
-
-    def _order(self) -> dict[str, dict[str, Tensor]]:
-        groups = torch.tensor(self._maker.prepared_groups(), dtype=torch.int64)
-        return {"sampler": self.sampler.state_dict(), "prepared": {"groups": groups}}
-
-    def _load(self, state: State, order: Mapping[str, Any]) -> None:
-        saved, own = order.get("sampler", {}), self.sampler.state_dict()
-        if not own.keys() <= saved.keys():
-            raise ValueError(f"load_state_dict: sampler state must hold {sorted(own)}, got {sorted(saved)}")
-        self._maker.recall()
-        self._store.load(state)
-        self.sampler.load_state_dict(saved)
-        self._queue.rebuild()
-        for groups in order["prepared"]["groups"].tolist():
-            self._maker.prepare_these(groups)
-        self._maker.prepare_ahead()
 
     def _transformed(self, batch: PackedBatch) -> Any:
         return self.transform(batch) if self._has_transform else batch
