@@ -14,7 +14,7 @@ KILLED = (1, 2, 4)
 
 @pytest.mark.parametrize(
     ("seconds", "seed"),
-    [(8, 0), pytest.param(1800, 1, marks=pytest.mark.slow)],
+    [(8, 0), pytest.param(1800, 1, marks=[pytest.mark.slow, pytest.mark.timeout(2400)])],
 )
 def test_nothing_is_lost_under_faults(tmp_path, seconds, seed):
     ranks = [
