@@ -9,7 +9,7 @@ import os
 import shutil
 import string
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ import transformers
 from tqdm import tqdm
 
 from recipes.tasks import Problem, ReasoningTasks
+
+Transcript = Callable[[Problem], Sequence[tuple[str, bool]]]
+"""A worked example that follows the question: pieces of text, each with whether it is to be learned."""
 
 WARM_UP_CURSOR = 5 * 10**8  # The supervised problems start here, far from where reinforcement starts.
 
@@ -66,10 +69,22 @@ def tiny_llama(vocab_size: int, *, hidden_size: int, layers: int, seed: int) -> 
         return transformers.LlamaForCausalLM(config)
 
 
+def answer_alone(problem: Problem) -> list[tuple[str, bool]]:
+    """The transcript that is nothing but the reference answer."""
+    return [(problem.answer, True)]
+
+
 def warm_up(
-    model: Any, tokenizer: Any, tasks: ReasoningTasks, *, steps: int, batch_size: int = 128, lr: float = 3e-3
+    model: Any,
+    tokenizer: Any,
+    tasks: ReasoningTasks,
+    *,
+    steps: int,
+    transcript: Transcript = answer_alone,
+    batch_size: int = 128,
+    lr: float = 3e-3,
 ) -> None:
-    """Supervised learning, loss on the answer alone, for a fixed number of seeded steps.
+    """Supervised learning, loss on what is to be learned alone, for a fixed number of seeded steps.
 
     The learning rate does not decay: a model that is still in motion is what reinforcement can improve.
     """
@@ -79,7 +94,8 @@ def warm_up(
     model.train()
     progress = tqdm(range(steps), desc="warm-up", unit="step", dynamic_ncols=True)
     for _ in progress:
-        loss = model(**_supervised_batch(tokenizer, [next(problems) for _ in range(batch_size)])).loss
+        batch = [next(problems) for _ in range(batch_size)]
+        loss = model(**_supervised_batch(tokenizer, batch, transcript)).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -89,13 +105,19 @@ def warm_up(
     model.eval()
 
 
-def _supervised_batch(tokenizer: Any, problems: Sequence[Problem]) -> dict[str, torch.Tensor]:
+def _supervised_batch(
+    tokenizer: Any, problems: Sequence[Problem], transcript: Transcript
+) -> dict[str, torch.Tensor]:
     rows, labels = [], []
     prompts = encode_prompts(tokenizer, [problem.question for problem in problems])
     for problem, prompt in zip(problems, prompts, strict=True):
-        answer = [*tokenizer.encode(problem.answer, add_special_tokens=False), tokenizer.eos_token_id]
-        rows.append(torch.tensor(prompt + answer))
-        labels.append(torch.tensor([-100] * len(prompt) + answer))
+        row, label = [*prompt], [-100] * len(prompt)
+        for text, learned in transcript(problem):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            row += ids
+            label += ids if learned else [-100] * len(ids)
+        rows.append(torch.tensor([*row, tokenizer.eos_token_id]))
+        labels.append(torch.tensor([*label, tokenizer.eos_token_id]))
     pad = torch.nn.utils.rnn.pad_sequence
     input_ids = pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     padded_labels = pad(labels, batch_first=True, padding_value=-100)
@@ -105,19 +127,25 @@ def _supervised_batch(tokenizer: Any, problems: Sequence[Problem]) -> dict[str, 
 
 
 def cached_tiny_model(
-    specs: Sequence[str], *, warm_up_steps: int, cache_dir: Path, hidden_size: int = 64, layers: int = 2
+    specs: Sequence[str],
+    *,
+    warm_up_steps: int,
+    cache_dir: Path,
+    transcript: Transcript = answer_alone,
+    hidden_size: int = 64,
+    layers: int = 2,
 ) -> Path:
     """Folder of the warmed-up tiny model and its tokenizer, made on the first call.
 
-    The folder's name is a digest of everything that decides its content: the tasks, sizes, steps, this file's
-    and the tasks' code, and the versions of torch and transformers. It appears by an atomic rename, never
-    half-written.
+    The folder's name is a digest of everything that decides its content: the tasks, sizes, steps, the code of
+    this file, the tasks and the transcript, and the versions of torch and transformers. It appears by an
+    atomic rename, never half-written.
     """
     from recipes import tasks as tasks_module
 
     recipe = {"specs": list(specs), "hidden_size": hidden_size, "layers": layers, "steps": warm_up_steps}
     versions = [torch.__version__, transformers.__version__]
-    code = [Path(__file__).read_text(), inspect.getsource(tasks_module)]
+    code = [Path(__file__).read_text(), inspect.getsource(tasks_module), inspect.getsource(transcript)]
     digest = hashlib.sha256(json.dumps([recipe, versions, code], sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_dir / f"tiny-llama-{digest}"
     if folder.exists():
@@ -125,7 +153,8 @@ def cached_tiny_model(
     cache_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer()
     model = tiny_llama(len(tokenizer), hidden_size=hidden_size, layers=layers, seed=0)
-    warm_up(model, tokenizer, ReasoningTasks(specs, seed=0, held_out_size=256), steps=warm_up_steps)
+    tasks = ReasoningTasks(specs, seed=0, held_out_size=256)
+    warm_up(model, tokenizer, tasks, steps=warm_up_steps, transcript=transcript)
     staging = Path(tempfile.mkdtemp(dir=cache_dir))
     model.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
