@@ -86,7 +86,7 @@ def draw_audit(rows: Sequence[dict[str, Any]], file: Path) -> None:
     axes.set(
         ylabel="tokens that differ, %", ylim=(0, 125), xlim=(-0.5, len(rows) - 0.5), yticks=range(0, 101, 20)
     )
-    axes.set_title("Log-probability of a sampled token: sampler against learner, same weights, same history")
+    axes.set_title("Log-probability of a sampled token, sampler against learner:\nsame weights, same history")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120)
 
