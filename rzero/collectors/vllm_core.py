@@ -181,7 +181,11 @@ class VLLMCore:
 
     def close(self) -> None:
         """Stop for good."""
-        self._engine.engine_core.shutdown()
+        client = self._engine.engine_core
+        client.shutdown()
+        if self._own_process:  # vLLM leaves its sockets' context open
+            client.output_queue_thread.join()
+            client.ctx.destroy(linger=0)
         self._restore_vllm()
         VLLMCore._in_process &= self._own_process
 

@@ -4,6 +4,7 @@ import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 with warnings.catch_warnings():  # those of other people's code
     warnings.simplefilter("ignore")
     if find_spec("vllm"):
-        pass
+        import_module("rzero.collectors.vllm_engine")
 
 from tests.collectors.conftest import EOS, llama
 
@@ -73,7 +74,7 @@ def make_engine(save) -> Iterator[Callable[..., object]]:
     def make(model=None, *, engine_args=None, **settings) -> VLLMEngine:
         for engine in engines:
             engine.close()
-        gc.freeze()  # vLLM collects garbage several times while it starts, seconds each over all that was imported
+        gc.freeze()  # vLLM collects garbage while it starts, seconds each time over all imports
         defaults = {"eos_token_ids": (EOS,), "max_slots": 8, "kernels": "exact", "own_process": False}
         engines[:] = [
             VLLMEngine(

@@ -1,4 +1,4 @@
-"""What holds for every engine, held by real vLLM: the tests of the embedded engine, run against VLLMEngine."""
+"""What holds for every engine: tests of the embedded engine, run against real vLLM."""
 
 from tests.collectors.test_transformers_engine import (  # noqa: F401
     test_a_swap_with_a_wrong_digest_keeps_weights_and_version,
