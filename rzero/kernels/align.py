@@ -69,11 +69,12 @@ class Alignment:
     """An open alignment of a model: ``undo`` it once, or use it as a context manager.
 
     Attributes:
-        fingerprint: ``kernel_fingerprint()`` of the kernels that were put in.
+        fingerprint: ``kernel_fingerprint`` of the kernels that were put in, on the model's device.
     """
 
     def __init__(self, modules: list[nn.Module], switches: list[Any]) -> None:
-        self.fingerprint = kernel_fingerprint()
+        device = next((p.device for module in modules for p in module.parameters()), "cpu")
+        self.fingerprint = kernel_fingerprint(device)
         self._modules, self._switches = modules, switches
 
     def undo(self) -> None:

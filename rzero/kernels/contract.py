@@ -37,6 +37,8 @@ Two processes may compare log-probabilities bit for bit only if their fingerprin
 import hashlib
 import json
 
+import torch
+
 from rzero.kernels.exact.attention_forward import DENOMINATOR_BITS, KEY_BITS, VALUE_BITS, WEIGHT_BITS
 from rzero.kernels.exact.elementary import EXP2_POLY, HALF_PI_PARTS, LOG2_E
 from rzero.kernels.exact.rounding import LOG2_NORM, NORM_DROP, THRESHOLD
@@ -49,13 +51,18 @@ __all__ = ["kernel_fingerprint", "numeric_contract"]
 BITS = "05951562b22dda63"
 
 
-def numeric_contract() -> dict[str, object]:
-    """All that decides the bits of the exact backend: constants of the arithmetic, none of the launch.
+def numeric_contract(device: torch.device | str = "cpu") -> dict[str, object]:
+    """All that decides the bits of the backend of ``device``: what it computes with, nothing of the launch.
 
     Example:
         >>> numeric_contract()["backend"]
         'exact'
     """
+    device = torch.device(device)
+    if device.type == "cuda":
+        from rzero.kernels.triton import contract as of_triton
+
+        return of_triton.numeric_contract(device)
     return {
         "backend": "exact",
         "bits": BITS,
@@ -76,13 +83,13 @@ def numeric_contract() -> dict[str, object]:
     }
 
 
-def kernel_fingerprint() -> str:
+def kernel_fingerprint(device: torch.device | str = "cpu") -> str:
     """The backend's name and a digest of its contract, for ``SamplingContext.kernel_fingerprint``.
 
     Example:
         >>> kernel_fingerprint().split("-")[0]
         'exact'
     """
-    contract = numeric_contract()
+    contract = numeric_contract(device)
     digest = hashlib.sha256(json.dumps(contract, sort_keys=True).encode()).hexdigest()
     return f"{contract['backend']}-{digest[:16]}"

@@ -1,10 +1,11 @@
 """Which backend computes: decided in one place, by the device of the first tensor.
 
-Today every device has the exact backend. Another backend is a module with the functions and signatures that
-rzero.kernels.contract lists; ``backend_of`` is where it comes in.
+A CUDA or ROCm device has the Triton backend, every other device the exact one. A backend is a module with the
+functions and signatures that rzero.kernels.contract lists; ``backend_of`` is where another would come in.
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import ParamSpec, TypeVar
@@ -37,8 +38,25 @@ R = TypeVar("R")
 
 
 def backend_of(tensor: Tensor) -> ModuleType:
-    """The backend for tensors on the device of ``tensor``."""
-    return exact
+    """The backend for tensors on the device of ``tensor``.
+
+    Raises:
+        ImportError: It is Triton's, which is not installed.
+    """
+    return _triton() if tensor.device.type == "cuda" else exact
+
+
+@functools.cache
+def _triton() -> ModuleType:
+    try:
+        return importlib.import_module("rzero.kernels.triton")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ImportError(
+            "rzero.kernels: tensors on a GPU need triton, got none installed; "
+            "pip install 'rzero[gpu]', or call rzero.kernels.exact"
+        ) from error
 
 
 def forget_weights(weights: Iterable[Tensor]) -> None:

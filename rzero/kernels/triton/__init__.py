@@ -1,8 +1,9 @@
 """The Triton backend: CUDA and ROCm, invariant by construction (triton.contract, docs/kernels.md)."""
 
 from rzero.kernels.exact.rotary import rope_table
-from rzero.kernels.triton.attention import attention, attention_paged, attention_varlen, round_kv
-from rzero.kernels.triton.linear import linear, linear_joined, matmul
+from rzero.kernels.triton.causal_attention import attention, attention_paged, attention_varlen, round_kv
+from rzero.kernels.triton.certify import certify, withdraw_certificates
+from rzero.kernels.triton.linear_ops import linear, linear_joined, matmul
 from rzero.kernels.triton.mlp import gated_mlp, silu_mul
 from rzero.kernels.triton.norm import add_rms_norm, rms_norm
 from rzero.kernels.triton.rotary import rope
@@ -13,6 +14,7 @@ __all__ = [
     "attention",
     "attention_paged",
     "attention_varlen",
+    "certify",
     "gated_mlp",
     "linear",
     "linear_joined",
@@ -24,4 +26,5 @@ __all__ = [
     "rope_table",
     "round_kv",
     "silu_mul",
+    "withdraw_certificates",
 ]

@@ -12,7 +12,7 @@ Reference: Dao et al., "FlashAttention" (2022), algorithm 4.
 import triton
 import triton.language as tl
 
-from rzero.kernels.triton.attention_forward import key_rows, sequence_keys, visible_keys
+from rzero.kernels.triton.attention_forward import first_key, key_rows, sequence_keys, visible_keys
 from rzero.kernels.triton.language import locate, row_sum
 
 
@@ -60,6 +60,7 @@ def attention_query_gradient_kernel(
     stride_mk,
     GROUP: tl.constexpr,
     PAGED: tl.constexpr,
+    PADDED: tl.constexpr,
     MASK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -74,7 +75,7 @@ def attention_query_gradient_kernel(
     first = (tile - (first_token * GROUP // BLOCK_M + sequence)) * BLOCK_M
     if first >= queries * GROUP:
         return
-    start, keys = sequence_keys(lengths, sequence, PAGED)
+    start, keys = sequence_keys(lengths, sequence, PAGED, PADDED)
     row = first + tl.arange(0, BLOCK_M)
     real = row < queries * GROUP
     token = tl.where(real, row // GROUP, 0)
@@ -91,18 +92,14 @@ def attention_query_gradient_kernel(
     g = tl.load(grad + flat[:, None] * size + d[None, :], mask=inside, other=0.0)
     log_sum = tl.load(log_sums + flat, mask=real, other=0.0)
     row_delta = tl.load(delta + flat, mask=real, other=0.0)
-    key += group * stride_kh
-    value += group * stride_vh
+    key += group * stride_kh + first_key(start, sequence, stride_kp, stride_kt, PAGED, PADDED)
+    value += group * stride_vh + first_key(start, sequence, stride_vp, stride_vt, PAGED, PADDED)
     acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
     for t_from in range(0, last, KV_TILE):
         t = t_from + tl.arange(0, KV_TILE)
         here = (t < keys)[:, None] & (d < size)[None, :]
-        k_rows = key_rows(
-            page_table, sequence, start, t, keys, table_width, page_size, stride_kp, stride_kt, PAGED
-        )
-        v_rows = key_rows(
-            page_table, sequence, start, t, keys, table_width, page_size, stride_vp, stride_vt, PAGED
-        )
+        k_rows = key_rows(page_table, sequence, t, keys, table_width, page_size, stride_kp, stride_kt, PAGED)
+        v_rows = key_rows(page_table, sequence, t, keys, table_width, page_size, stride_vp, stride_vt, PAGED)
         k = tl.load(key + k_rows[:, None] + d[None, :], mask=here, other=0.0)
         v = tl.load(value + v_rows[:, None] + d[None, :], mask=here, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -157,6 +154,7 @@ def attention_key_gradient_kernel(
     stride_mk,
     GROUP: tl.constexpr,
     PAGED: tl.constexpr,
+    PADDED: tl.constexpr,
     MASK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -164,13 +162,13 @@ def attention_key_gradient_kernel(
 ):
     """DK and DV of a tile of keys; queries ascend, the heads of a group side by side."""
     group = tl.program_id(1)
-    if PAGED:
+    if PADDED:
         sequence = tl.program_id(0) // tiles
         t_from = tl.program_id(0) % tiles * KV_TILE
-        start, keys = sequence_keys(lengths, sequence, PAGED)
+        start, keys = sequence_keys(lengths, sequence, PAGED, PADDED)
     else:
         sequence = locate(lengths, count, tl.program_id(0), 1, KV_TILE)
-        start, keys = sequence_keys(lengths, sequence, PAGED)
+        start, keys = sequence_keys(lengths, sequence, PAGED, PADDED)
         t_from = (tl.program_id(0) - (start // KV_TILE + sequence)) * KV_TILE
     if t_from >= keys:
         return
@@ -179,14 +177,12 @@ def attention_key_gradient_kernel(
     t = t_from + tl.arange(0, KV_TILE)
     d = tl.arange(0, BLOCK_D)
     here = (t < keys)[:, None] & (d < size)[None, :]
-    k_rows = key_rows(
-        page_table, sequence, start, t, keys, table_width, page_size, stride_kp, stride_kt, PAGED
-    )
-    v_rows = key_rows(
-        page_table, sequence, start, t, keys, table_width, page_size, stride_vp, stride_vt, PAGED
-    )
-    k = tl.load(key + group * stride_kh + k_rows[:, None] + d[None, :], mask=here, other=0.0)
-    v = tl.load(value + group * stride_vh + v_rows[:, None] + d[None, :], mask=here, other=0.0)
+    k_rows = key_rows(page_table, sequence, t, keys, table_width, page_size, stride_kp, stride_kt, PAGED)
+    v_rows = key_rows(page_table, sequence, t, keys, table_width, page_size, stride_vp, stride_vt, PAGED)
+    key += group * stride_kh + first_key(start, sequence, stride_kp, stride_kt, PAGED, PADDED)
+    value += group * stride_vh + first_key(start, sequence, stride_vp, stride_vt, PAGED, PADDED)
+    k = tl.load(key + k_rows[:, None] + d[None, :], mask=here, other=0.0)
+    v = tl.load(value + v_rows[:, None] + d[None, :], mask=here, other=0.0)
     acc_k = tl.full([KV_TILE, BLOCK_D], 0.0, tl.float32)
     acc_v = tl.full([KV_TILE, BLOCK_D], 0.0, tl.float32)
     begin = tl.maximum(t_from - (keys - queries), 0) * GROUP // BLOCK_M * BLOCK_M
@@ -228,9 +224,8 @@ def attention_key_gradient_kernel(
         acc_v = tl.dot(p.to(g.dtype), g, acc_v, input_precision="ieee")
         ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - row_delta[None, :])
         acc_k = tl.dot(ds.to(q.dtype), q, acc_k, input_precision="ieee")
-    g_rows = key_rows(
-        page_table, sequence, start, t, keys, table_width, page_size, stride_gp, stride_gt, PAGED
-    )
-    places = group * stride_gh + g_rows[:, None] + d[None, :]
+    g_rows = key_rows(page_table, sequence, t, keys, table_width, page_size, stride_gp, stride_gt, PAGED)
+    first_row = first_key(start, sequence, stride_gp, stride_gt, PAGED, PADDED)
+    places = group * stride_gh + first_row + g_rows[:, None] + d[None, :]
     tl.store(grad_key + places, (acc_k * scale).to(grad_key.dtype.element_ty), mask=here)
     tl.store(grad_value + places, acc_v.to(grad_value.dtype.element_ty), mask=here)

@@ -16,23 +16,41 @@ from rzero.kernels.triton.language import divide, exp_or_zero, locate, row_sum
 
 @triton.jit
 def key_rows(
-    page_table, sequence, start, t, length, table_width, page_size, stride_page, stride_t, PAGED: tl.constexpr
+    page_table, sequence, t, length, table_width, page_size, stride_page, stride_t, PAGED: tl.constexpr
 ):
-    """Offsets [T] of the keys at positions ``t`` of a sequence."""
+    """Offsets [T] of the keys at positions ``t``, from the first key of the sequence or of the first page."""
     if PAGED:
         entry = page_table + sequence.to(tl.int64) * table_width + t // page_size
         page = tl.load(entry, mask=t < length, other=0).to(tl.int64)
-        return page * stride_page + (t % page_size).to(tl.int64) * stride_t
-    return (start + t).to(tl.int64) * stride_t
+        rows = page * stride_page + (t % page_size).to(tl.int64) * stride_t
+    else:
+        rows = t * stride_t
+    return rows
 
 
 @triton.jit
-def sequence_keys(lengths, sequence, PAGED: tl.constexpr):
-    """First key in the packed tensor and number of keys."""
+def first_key(start, sequence, stride_page, stride_t, PAGED: tl.constexpr, PADDED: tl.constexpr):
+    """Offset of the first key of a sequence: its row of a padded batch, or its place in the packed tensor."""
     if PAGED:
-        return tl.full([], 0, tl.int32), tl.load(lengths + sequence).to(tl.int32)
-    start = tl.load(lengths + sequence).to(tl.int32)
-    return start, tl.load(lengths + sequence + 1).to(tl.int32) - start
+        offset = tl.full([], 0, tl.int64)
+    elif PADDED:
+        offset = sequence.to(tl.int64) * stride_page
+    else:
+        offset = start.to(tl.int64) * stride_t
+    return offset
+
+
+@triton.jit
+def sequence_keys(lengths, sequence, PAGED: tl.constexpr, PADDED: tl.constexpr):
+    """First key in the packed tensor and number of keys."""
+    first = tl.load(lengths + sequence).to(tl.int32)
+    if PAGED or PADDED:
+        start = tl.full([], 0, tl.int32)
+        count = first
+    else:
+        start = first
+        count = tl.load(lengths + sequence + 1).to(tl.int32) - first
+    return start, count
 
 
 @triton.jit
@@ -51,12 +69,14 @@ def visible_keys(
     MASK: tl.constexpr,
 ):
     """Bool [R, T]: the keys at ``t`` that each row may see, by ``mask`` or by its position."""
-    inside = (t < length)[None, :]
+    seen = (t < length)[None, :]
     if MASK:
-        rows = sequence.to(tl.int64) * stride_mb + head * stride_mh + query.to(tl.int64) * stride_mq
-        seen = tl.load(mask + rows[:, None] + t[None, :] * stride_mk, mask=inside, other=0)
-        return inside & (seen != 0)
-    return inside & (t[None, :] <= position[:, None])
+        rows = mask + sequence.to(tl.int64) * stride_mb
+        offset = (head * stride_mh + query * stride_mq)[:, None] + t[None, :] * stride_mk
+        seen = tl.load(rows + offset, mask=seen & (head >= 0)[:, None], other=0) != 0
+    else:
+        seen = seen & (t[None, :] <= position[:, None])
+    return seen
 
 
 @triton.jit
@@ -102,6 +122,7 @@ def attention_kernel(
     stride_mk,
     GROUP: tl.constexpr,
     PAGED: tl.constexpr,
+    PADDED: tl.constexpr,
     MASK: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -118,7 +139,7 @@ def attention_kernel(
     first = (tile - (first_token * GROUP // BLOCK_M + sequence)) * BLOCK_M
     if first >= queries * GROUP:
         return
-    start, keys = sequence_keys(lengths, sequence, PAGED)
+    start, keys = sequence_keys(lengths, sequence, PAGED, PADDED)
     row = first + tl.arange(0, BLOCK_M)
     real = row < queries * GROUP
     token = tl.where(real, row // GROUP, 0)
@@ -132,8 +153,8 @@ def attention_kernel(
     place = (first_token + token).to(tl.int64)
     q_ptrs = query + (place * stride_qt + head * stride_qh)[:, None] + d[None, :]
     q = tl.load(q_ptrs, mask=real[:, None] & (d < size)[None, :], other=0.0)
-    key += group * stride_kh
-    value += group * stride_vh
+    key += group * stride_kh + first_key(start, sequence, stride_kp, stride_kt, PAGED, PADDED)
+    value += group * stride_vh + first_key(start, sequence, stride_vp, stride_vt, PAGED, PADDED)
 
     m_all = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_all = tl.full([BLOCK_M], 0.0, tl.float32)
@@ -154,7 +175,7 @@ def attention_kernel(
             # Zeros past the end, not whatever a page holds there: 0 * NaN would be NaN.
             here = (t < keys)[:, None] & (d < size)[None, :]
             k_rows = key_rows(
-                page_table, sequence, start, t, keys, table_width, page_size, stride_kp, stride_kt, PAGED
+                page_table, sequence, t, keys, table_width, page_size, stride_kp, stride_kt, PAGED
             )
             k = tl.load(key + k_rows[:, None] + d[None, :], mask=here, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -178,7 +199,7 @@ def attention_kernel(
             shrink = exp_or_zero(m, new)
             total = total * shrink + row_sum(p)
             v_rows = key_rows(
-                page_table, sequence, start, t, keys, table_width, page_size, stride_vp, stride_vt, PAGED
+                page_table, sequence, t, keys, table_width, page_size, stride_vp, stride_vt, PAGED
             )
             v = tl.load(value + v_rows[:, None] + d[None, :], mask=here, other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -222,6 +243,7 @@ def attention_merge_kernel(
     heads,
     size,
     PAGED: tl.constexpr,
+    PADDED: tl.constexpr,
     MASK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KV_SPLIT: tl.constexpr,
@@ -238,7 +260,7 @@ def attention_merge_kernel(
             high = middle
     first = tl.load(offsets + low).to(tl.int32)
     queries = tl.load(offsets + low + 1).to(tl.int32) - first
-    _, keys = sequence_keys(lengths, low + tl.full([], 0, tl.int32), PAGED)
+    _, keys = sequence_keys(lengths, low + tl.full([], 0, tl.int32), PAGED, PADDED)
     last = keys - queries + token - first + 1
     if MASK:
         last = keys

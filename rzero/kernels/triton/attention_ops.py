@@ -1,7 +1,7 @@
 """Attention as torch operators: launches, fakes and gradient.
 
-Keys are either packed, [M, G, D] with ``lengths`` the offsets [B + 1], or in pages, [P, S, G, D] with
-``page_table`` [B, W] and ``lengths`` [B] the number of keys of each sequence.
+Keys are packed, [M, G, D] with ``lengths`` the offsets [B + 1]; or padded, [B, T, G, D] with ``lengths`` [B];
+or in pages, [P, S, G, D] with ``page_table`` [B, W] and ``lengths`` [B].
 """
 
 import torch
@@ -16,16 +16,19 @@ from rzero.kernels.triton.attention_backward import (
 from rzero.kernels.triton.attention_forward import attention_kernel, attention_merge_kernel
 from rzero.kernels.triton.contract import KV_SPLIT, KV_TILE
 from rzero.kernels.triton.devices import architecture, family, run
-from rzero.kernels.triton.launch import Launch, attention_backward_launch, attention_launch, options
+from rzero.kernels.triton.launch import Launch, attention_launch, options
 
 PROGRAMS = 256  # fewer than so many, and splits of keys get programs of their own
 
 
-def _layout(key: Tensor, page_table: Tensor | None) -> tuple[int, int, list[int]]:
-    """Table width, page size, and the strides of pages, tokens and heads."""
-    if page_table is None:
-        return 0, 0, [0, key.stride(0), key.stride(1)]
-    return page_table.shape[1], key.shape[1], list(key.stride()[:3])
+def _key_strides(key: Tensor) -> list[int]:
+    """Of pages or rows of the batch, of tokens and of heads."""
+    return [0] * (4 - key.ndim) + list(key.stride()[:-1])
+
+
+def _table_sizes(key: Tensor, page_table: Tensor | None) -> tuple[int, int]:
+    """Table width and page size."""
+    return (0, 0) if page_table is None else (page_table.shape[1], key.shape[1])
 
 
 def _mask_strides(mask: Tensor | None) -> list[int]:
@@ -38,6 +41,7 @@ def _constants(
     return {
         "GROUP": query.shape[1] // key.shape[-2],
         "PAGED": page_table is not None,
+        "PADDED": page_table is None and key.ndim == 4,
         "MASK": mask is not None,
         "BLOCK_D": max(16, triton.next_power_of_2(query.shape[2])),
         "KV_TILE": KV_TILE,
@@ -61,7 +65,7 @@ def launch_attention(
 
     Args:
         query: [N, H, D], its last stride 1.
-        key: [M, G, D] or [P, S, G, D], its last stride 1.
+        key: [M, G, D], [B, T, G, D] or [P, S, G, D], its last stride 1.
         value: The shape of ``key``, its last stride 1.
         offsets: int [B + 1], of the sequences in ``query``.
         lengths: int [B + 1] or [B].
@@ -75,8 +79,8 @@ def launch_attention(
     chips = family(architecture(query.device))
     launch = launch or attention_launch(size, query.dtype, chips, masked=mask is not None)
     constants = _constants(query, key, page_table, mask)
-    width, page_size, key_strides = _layout(key, page_table)
-    most = key.shape[0] if page_table is None else width * page_size
+    width, page_size = _table_sizes(key, page_table)
+    most = width * page_size if page_table is not None else key.shape[-3]
     splits = triton.cdiv(most, KV_SPLIT)
     tiles = tokens * (heads // groups) // launch.block_m + count
     if split is None:
@@ -107,8 +111,8 @@ def launch_attention(
         width,
         page_size,
         *query.stride()[:2],
-        *key_strides,
-        *_layout(value, page_table)[2],
+        *_key_strides(key),
+        *_key_strides(value),
         *_mask_strides(mask),
         SPLIT=split,
         BLOCK_M=launch.block_m,
@@ -117,7 +121,7 @@ def launch_attention(
         **options(launch, chips),
     )
     if split:
-        settings = {name: constants[name] for name in ("PAGED", "MASK", "BLOCK_D")}
+        settings = {name: constants[name] for name in ("PAGED", "PADDED", "MASK", "BLOCK_D")}
         run(
             attention_merge_kernel,
             (tokens, heads),
@@ -175,7 +179,7 @@ def attend_backward(
     log_sums: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; ``grad`` is contiguous, a page belongs to one sequence."""
+    """Gradients of query, key and value, packed or padded; ``grad`` is contiguous."""
     (tokens, heads, size), groups, count = query.shape, key.shape[-2], len(offsets) - 1
     grad_query = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     grad_key = torch.zeros(key.shape, dtype=key.dtype, device=key.device)
@@ -183,10 +187,10 @@ def attend_backward(
     if not query.numel():
         return grad_query, grad_key, grad_value
     chips = family(architecture(query.device))
-    launch = attention_backward_launch(size, query.dtype, chips)
+    launch = attention_launch(size, query.dtype, chips, masked=mask is not None, backward=True)
     constants = _constants(query, key, page_table, mask)
     settings = {"BLOCK_M": launch.block_m, **constants, **options(launch, chips)}
-    width, page_size, key_strides = _layout(key, page_table)
+    width, page_size = _table_sizes(key, page_table)
     delta = torch.empty_like(log_sums)
     rows = tokens * heads
     run(
@@ -201,7 +205,7 @@ def attend_backward(
         BLOCK_D=constants["BLOCK_D"],
     )
     inputs = (query, key, value, grad, log_sums, delta, offsets, lengths, page_table, mask)
-    strides = (*query.stride()[:2], *key_strides, *_layout(value, page_table)[2])
+    strides = (*query.stride()[:2], *_key_strides(key), *_key_strides(value))
     tiles = tokens * (heads // groups) // launch.block_m + count
     run(
         attention_query_gradient_kernel,
@@ -218,8 +222,8 @@ def attend_backward(
         *_mask_strides(mask),
         **settings,
     )
-    key_tiles = triton.cdiv(width * page_size, KV_TILE) if page_table is not None else 0
-    grid = key_tiles * count if page_table is not None else key.shape[0] // KV_TILE + count
+    key_tiles = triton.cdiv(key.shape[-3], KV_TILE)
+    grid = key_tiles * count if key.ndim == 4 else key.shape[0] // KV_TILE + count
     run(
         attention_key_gradient_kernel,
         (grid, groups),
@@ -234,7 +238,7 @@ def attend_backward(
         page_size,
         key_tiles,
         *strides,
-        *_layout(grad_key, page_table)[2],
+        *_key_strides(grad_key),
         *_mask_strides(mask),
         **settings,
     )

@@ -7,6 +7,10 @@ that compare log-probabilities must have the same ones, which the fingerprint st
 from dataclasses import asdict, dataclass
 
 import torch
+import triton
+
+from rzero.kernels.triton.certify import certified_shapes
+from rzero.kernels.triton.devices import architecture, family
 
 __all__ = [
     "KV_SPLIT",
@@ -85,20 +89,16 @@ _INSTRUCTIONS = {
 }
 
 
-def numeric_contract(arch: str, family: str, compiler: str) -> dict[str, object]:
-    """All contracts of the backend, with what they run on.
-
-    Args:
-        arch: The chip, e.g. ``sm_90``.
-        family: Whose tables it uses.
-        compiler: The version of Triton: it chooses how exp and the matrix instructions are lowered.
-    """
+def numeric_contract(device: torch.device) -> dict[str, object]:
+    """All contracts of the backend on a device, with what they run on."""
+    arch = architecture(device)
+    chips = family(arch)
     product = "segments of K, each one ascending chain from 0 in float32, added by a binary tree"
     vocabulary = (("tile", VOCAB_TILE), ("split", VOCAB_SPLIT))
-    table = sorted((n, k, str(dtype), s) for (n, k, dtype, f), s in SEGMENTS.items() if f == family)
+    table = sorted((n, k, str(dtype), s) for (n, k, dtype, f), s in SEGMENTS.items() if f == chips)
     constants = (
         ("chain_k", (chain_k(torch.bfloat16), chain_k(torch.float32))),
-        ("instruction", _INSTRUCTIONS[family]),
+        ("instruction", _INSTRUCTIONS[chips]),
         ("segments", ("s < 4, columns s < 8192, depth >= 1024 s, whole steps", tuple(table))),
     )
     ops = [
@@ -122,15 +122,16 @@ def numeric_contract(arch: str, family: str, compiler: str) -> dict[str, object]
             op="attention",
             order="online over ascending tiles of a split from position 0, splits merged ascending",
             rounding="weights to dtype before the product with values, quotient, dtype",
-            constants=(("tile", KV_TILE), ("split", KV_SPLIT), ("instruction", _INSTRUCTIONS[family])),
+            constants=(("tile", KV_TILE), ("split", KV_SPLIT), ("instruction", _INSTRUCTIONS[chips])),
         ),
     ]
     return {
         "backend": "triton",
         "version": 1,
         "arch": arch,
-        "compiler": compiler,
+        "compiler": triton.__version__,  # it lowers exp and the matrix instructions
         "exp": "tl.exp",
         "fp_fusion": False,
+        "vendor": sorted(certified_shapes(device)),
         "ops": [asdict(op) for op in ops],
     }

@@ -16,7 +16,6 @@ __all__ = [
     "DEFAULTS",
     "LAUNCHES",
     "Launch",
-    "attention_backward_launch",
     "attention_launch",
     "options",
     "product_launch",
@@ -69,7 +68,7 @@ DEFAULTS: dict[tuple[str, bool], tuple[tuple[float, Launch], ...]] = {
     ),
     ("interpreter", False): ((16, _launch(16, 32, 4, 1)), (float("inf"), _launch(32, 64, 4, 1))),
     **{
-        (chip, True): ((16, _launch(16, 32, 4, 2)), (float("inf"), _launch(64, 64, 8, 2)))
+        (chip, True): ((16, _launch(16, 32, 4, 2)), (float("inf"), _launch(64, 32, 4, 2)))
         for chip in ("sm_80", "sm_90", "sm_100", "gfx942")
     },
     ("interpreter", True): ((16, _launch(16, 32, 4, 1)), (float("inf"), _launch(32, 64, 4, 1))),
@@ -81,17 +80,23 @@ LAUNCHES: dict[tuple[int, int, torch.dtype, str], tuple[tuple[float, Launch], ..
 _VOCABULARY: dict[str, tuple[tuple[float, Launch], ...]] = {
     "sm_80": ((16, _launch(16, 128, 4, 4)), (float("inf"), _launch(128, 128, 8, 3))),
     "sm_90": ((FEW, _launch(64, 128, 4, 4)), (float("inf"), _launch(128, 128, 8, 3))),
-    "sm_100": ((FEW, _launch(64, 128, 4, 4)), (float("inf"), _launch(128, 128, 8, 3))),
+    "sm_100": ((float("inf"), _launch(64, 128, 8, 3)),),
     "gfx942": ((16, _launch(16, 128, 4, 2)), (float("inf"), _launch(128, 128, 8, 2))),
     "interpreter": ((16, _launch(16, 128, 4, 1)), (float("inf"), _launch(32, 128, 4, 1))),
 }
 
+# (family, head size above 64) -> parameters of the forward and of the backward kernels.
 _ATTENTION = {
-    "sm_80": _launch(64, 0, 4, 2),
-    "sm_90": _launch(64, 0, 4, 2),
-    "sm_100": _launch(64, 0, 4, 2),
-    "gfx942": _launch(64, 0, 4, 1),
-    "interpreter": _launch(16, 0, 4, 1),
+    ("sm_80", False): (_launch(32, 0, 4, 2), _launch(32, 0, 4, 2)),
+    ("sm_80", True): (_launch(32, 0, 8, 2), _launch(32, 0, 8, 2)),
+    ("sm_90", False): (_launch(64, 0, 4, 2), _launch(64, 0, 8, 2)),
+    ("sm_90", True): (_launch(64, 0, 8, 2), _launch(64, 0, 8, 2)),
+    ("sm_100", False): (_launch(64, 0, 8, 2), _launch(64, 0, 8, 2)),
+    ("sm_100", True): (_launch(64, 0, 8, 2), _launch(64, 0, 8, 2)),
+    ("gfx942", False): (_launch(64, 0, 4, 1), _launch(64, 0, 4, 1)),
+    ("gfx942", True): (_launch(64, 0, 4, 1), _launch(64, 0, 4, 1)),
+    ("interpreter", False): (_launch(16, 0, 4, 1), _launch(16, 0, 4, 1)),
+    ("interpreter", True): (_launch(16, 0, 4, 1), _launch(16, 0, 4, 1)),
 }
 
 
@@ -112,20 +117,14 @@ def vocabulary_launch(rows: int, dtype: torch.dtype, family: str) -> Launch:
     return next(launch for most, launch in _VOCABULARY[family] if rows <= most)
 
 
-def attention_launch(size: int, dtype: torch.dtype, family: str, *, masked: bool) -> Launch:
+def attention_launch(
+    size: int, dtype: torch.dtype, family: str, *, masked: bool, backward: bool = False
+) -> Launch:
     """Parameters of attention with heads of ``size``; its columns are the contract's KV tile."""
-    launch = _ATTENTION[family]
-    if family == "interpreter":
-        return launch
-    if dtype == torch.float32:
-        return _launch(32, 0, 8, 1)
-    return replace(launch, warps=launch.warps if size <= 64 else 8, stages=1 if masked else launch.stages)
-
-
-def attention_backward_launch(size: int, dtype: torch.dtype, family: str) -> Launch:
-    """Parameters of the backward kernels of attention, which hold two accumulators of float32."""
-    launch = attention_launch(size, dtype, family, masked=False)
-    return launch if family == "interpreter" else replace(launch, warps=8)
+    launch = _ATTENTION[family, size > 64][backward]
+    if dtype == torch.float32 and family != "interpreter":
+        return _launch(16, 0, 8, 1)
+    return replace(launch, stages=1) if masked else launch
 
 
 def options(launch: Launch, family: str) -> dict[str, object]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rzero.kernels.triton.devices import check_device, check_dtypes, run
 from rzero.kernels.triton.language import divide
-from rzero.kernels.triton.linear import linear
+from rzero.kernels.triton.linear_ops import linear
 
 __all__ = ["gated_mlp", "silu_mul"]
 

@@ -200,7 +200,8 @@ def linear_split_kernel(
     tl.store(maxima + r * splits + number, m, mask=r < rows)
     tl.store(sums + r * splits + number, s, mask=r < rows)
     tl.store(entropies + r * splits + number, e, mask=r < rows)
-    tl.store(selected + r, chosen, mask=(r < rows) & (token // SPLIT == number))
+    here = (token >= 0) & (token < columns) & (token // SPLIT == number)
+    tl.store(selected + r, chosen, mask=(r < rows) & here)
 
 
 @triton.jit(do_not_specialize=["rows", "first"])

@@ -17,15 +17,22 @@ from triton.runtime.jit import JITFunction
 PACKAGE = "rzero.kernels.triton"
 
 
+class Interpreted(interpreter.InterpretedFunction):
+    """Called by another kernel, whose launch has patched Triton's language already: once is enough."""
+
+    def __call__(self, *args, **kwargs):
+        return self.rewrite()(*args, **kwargs)
+
+
 def interpret(monkeypatch) -> None:
     """Interpret our kernels, and the functions of Triton's own library that they call."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     ours = [module for name, module in sys.modules.items() if name.startswith(PACKAGE)]
-    wrapped: dict[int, interpreter.InterpretedFunction] = {}
+    wrapped: dict[int, Interpreted] = {}
     for module in [tl, tl.standard, *ours]:
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
-                function = wrapped.setdefault(id(value), interpreter.InterpretedFunction(value.fn))
+                function = wrapped.setdefault(id(value), Interpreted(value.fn))
                 monkeypatch.setattr(module, name, function)
 
 

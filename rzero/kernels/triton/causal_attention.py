@@ -150,21 +150,20 @@ def attention(
         if mask.dtype != torch.bool:
             raise TypeError(f"attention: mask must have dtype torch.bool, got {mask.dtype}")
         check_device("attention", query, mask)
-        mask = mask.expand(batch, -1, queries, keys)
+        mask = mask[(None,) * (4 - mask.ndim)].expand(batch, -1, queries, keys)
         seen = mask.flatten(1, 2).any(1)
         order = seen.logical_not().sort(stable=True).indices
         lengths = seen.sum(1, dtype=torch.int32)
         mask = mask.gather(3, order[:, None, None].expand(mask.shape)).expand(-1, heads, -1, -1)
         key, value = (x.gather(2, order[:, None, :, None].expand(x.shape)) for x in (key, value))
     offsets = torch.arange(batch + 1, dtype=torch.int32, device=device) * queries
-    pages = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
     out, _ = torch.ops.rzero.attention(
         _rows(rearrange(query, "b h t d -> (b t) h d")),
         _rows(rearrange(key, "b g t d -> b t g d")),
         _rows(rearrange(value, "b g t d -> b t g d")),
         offsets,
         lengths,
-        pages,
+        None,
         mask,
         scale,
     )

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rzero.kernels.triton.certify import is_certified
 from rzero.kernels.triton.contract import segments
 from rzero.kernels.triton.devices import architecture, check_device, check_dtypes, family
 from rzero.kernels.triton.products import launch_column_sum, launch_product
@@ -18,6 +19,8 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, contract: bool) -> Tensor
         return out
     if not a.shape[2]:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+    if contract and b.shape[0] == 1 and is_certified(b[0].mT, bias=bias is not None):
+        return torch.nn.functional.linear(a[0], b[0].mT, bias).unsqueeze(0)
     depth, columns = b.shape[1:]
     count = segments(columns, depth, a.dtype, family(architecture(a.device))) if contract else 1
     launch_product(a, b, bias, out, segments=count)
