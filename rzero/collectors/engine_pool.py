@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import final
 
 from rzero.collectors.engine import Completion, EngineLost, GenerationEngine, GenerationRequest
@@ -52,6 +51,11 @@ class EnginePool:
             self._load[index] += responses
             return index
 
+    def give_back(self, index: int) -> None:
+        """One response of an engine is over."""
+        with self._lock:
+            self._load[index] -= 1
+
     def lose(self, index: int, error: EngineLost) -> None:
         """Give an engine nothing more.
 
@@ -77,12 +81,9 @@ class EnginePool:
         deadline = time.monotonic() + timeout
         done: dict[int, Completion] = {}
         while missing := [k for k in range(len(requests)) if k not in done]:
-            engines = [self.take(1) for _ in missing]
-            futures = [
-                self.watch(engine, partial(self._engines[engine].submit, requests[k]))
-                for k, engine in zip(missing, engines, strict=True)
-            ]
-            for k, engine, future in zip(missing, engines, futures, strict=True):
+            placed = [(k, self.take(1)) for k in missing]
+            futures = [self._submit(engine, requests[k]) for k, engine in placed]
+            for (k, engine), future in zip(placed, futures, strict=True):
                 try:
                     done[k] = future.result(timeout=max(0.0, deadline - time.monotonic()))
                 except EngineLost as error:
@@ -92,23 +93,19 @@ class EnginePool:
                         f"EnginePool.sample: {len(requests)} responses must be done within {timeout:g} s, "
                         f"got {len(done)}"
                     ) from None
+                finally:
+                    self.give_back(engine)
         return [done[k] for k in range(len(requests))]
-
-    def watch(self, index: int, start: Callable[[], Future[Completion]]) -> Future[Completion]:
-        """Start a response on an engine; when it is over, the engine has one less."""
-        try:
-            future = start()
-        except EngineLost as error:
-            future = Future()
-            future.set_exception(error)
-        future.add_done_callback(lambda _: self._give_back(index))
-        return future
 
     def busy_seconds(self) -> float:
         """How long an engine has been sampling so far, in seconds, mean over those that live."""
         living = self.living
         return sum(engine.busy_seconds() for engine in living) / max(1, len(living))
 
-    def _give_back(self, index: int) -> None:
-        with self._lock:
-            self._load[index] -= 1
+    def _submit(self, index: int, request: GenerationRequest) -> Future[Completion]:
+        try:
+            return self._engines[index].submit(request)
+        except EngineLost as error:
+            future: Future[Completion] = Future()
+            future.set_exception(error)
+            return future

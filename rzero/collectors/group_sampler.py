@@ -6,6 +6,7 @@ import queue
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from rzero.collectors.engine import Completion, EngineLost, GenerationRequest
@@ -14,8 +15,6 @@ from rzero.collectors.failures import GroupFailed
 from rzero.collectors.hashing import stream_seed
 from rzero.collectors.interaction import Interaction
 from rzero.collectors.prompt import Prompt
-
-Event = Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -59,6 +58,11 @@ class GroupSampler:
         self._group_size, self._max_new_tokens, self.seed = group_size, max_new_tokens, seed
         self._groups: dict[int, _Group] = {}
 
+    @property
+    def prompt_ids(self) -> dict[int, int]:
+        """The prompts of the groups that are being sampled or rewarded, by ticket."""
+        return {ticket: group.prompt.prompt_id for ticket, group in self._groups.items()}
+
     def start(self, ticket: int, prompt: Prompt) -> None:
         """Have the engine with the least to do sample a group."""
         size = self._group_size
@@ -79,56 +83,47 @@ class GroupSampler:
 
     def _respond(self, engine: int, request: GenerationRequest) -> None:
         prompt = self._groups[request.group_id].prompt
-        future = self._pool.watch(
-            engine, lambda: self._interaction.respond(self._pool[engine], prompt, request)
+        try:
+            future = self._interaction.respond(self._pool[engine], prompt, request)
+        except EngineLost as error:
+            future = Future()
+            future.set_exception(error)
+        future.add_done_callback(
+            lambda future: self._events.put(partial(self._responded, future, engine, request))
         )
 
-        def lost(error: EngineLost) -> None:
-            self._pool.lose(engine, error)
-            if request.group_id in self._groups:
-                self._respond(self._pool.take(1), request)
-
-        self._when_done(future, self._collect, request.group_id, lost=lost)
-
-    def _collect(self, completion: Completion) -> None:
+    def _responded(self, future: Future[Completion], engine: int, request: GenerationRequest) -> None:
         """Note a completion; the last of its group asks for the rewards."""
-        ticket = completion.request.group_id
+        self._pool.give_back(engine)
+        ticket = request.group_id
+        try:
+            completion = future.result()
+        except GroupFailed as error:
+            return self._give_up(ticket, error)
+        except EngineLost as error:
+            self._pool.lose(engine, error)
+            if ticket in self._groups:
+                self._respond(self._pool.take(1), request)
+            return
         group = self._groups.get(ticket)
         if group is None:
             return  # it failed by another of its responses
-        group.completions[completion.request.sample_index] = completion
+        group.completions[request.sample_index] = completion
         group.missing -= 1
-        if group.missing:
-            return
-        completions = [c for c in group.completions if c is not None]
+        if group.missing == 0:
+            completions = [c for c in group.completions if c is not None]
+            self._interaction.rewards(group.prompt, completions).add_done_callback(
+                lambda future: self._events.put(partial(self._rewarded, future, ticket, completions))
+            )
 
-        def handle(rewards: list[float]) -> None:
-            del self._groups[ticket]
-            self._accept(ticket, completions, rewards)
+    def _rewarded(self, future: Future[list[float]], ticket: int, completions: list[Completion]) -> None:
+        try:
+            rewards = future.result()
+        except GroupFailed as error:
+            return self._give_up(ticket, error)
+        del self._groups[ticket]
+        self._accept(ticket, completions, rewards)
 
-        self._when_done(self._interaction.rewards(group.prompt, completions), handle, ticket)
-
-    def _when_done(
-        self,
-        future: Future[Any],
-        handle: Callable[[Any], None],
-        ticket: int,
-        *,
-        lost: Callable[[EngineLost], None] | None = None,
-    ) -> None:
-        """In the owner's thread, handle the future's result, its group's failure or its engine's loss."""
-
-        def event() -> None:
-            try:
-                result = future.result()
-            except GroupFailed as error:
-                if self._groups.pop(ticket, None) is not None:
-                    self._fail(ticket, error)
-            except EngineLost as error:
-                if lost is None:
-                    raise
-                lost(error)
-            else:
-                handle(result)
-
-        future.add_done_callback(lambda _: self._events.put(event))
+    def _give_up(self, ticket: int, error: GroupFailed) -> None:
+        if self._groups.pop(ticket, None) is not None:
+            self._fail(ticket, error)
