@@ -19,7 +19,7 @@ from rzero.collectors.failures import GroupFailed
 from rzero.collectors.interaction import Interaction
 from rzero.collectors.lag import LagReport
 from rzero.collectors.measured_workload import WorkloadMeter
-from rzero.collectors.prompt import Prompt
+from rzero.collectors.prompt import Prompt, PromptStream
 from rzero.collectors.publisher import PublishReport, WeightPublisher
 from rzero.collectors.remote import RemoteEngine, serve_engine
 from rzero.collectors.rewards import RewardFunction, SingleTurn
@@ -58,6 +58,7 @@ __all__ = [
     "MultiTurn",
     "Order",
     "Prompt",
+    "PromptStream",
     "PublishReport",
     "RemoteEngine",
     "RewardFunction",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchrl.collectors import BaseCollector
 
 from rzero.buffers import PackedBatch, ProvenanceReplayBuffer
+from rzero.collectors.collector_state import CollectorState
 from rzero.collectors.drain import drain
 from rzero.collectors.engine import Completion, EngineLost, GenerationEngine, GenerationRequest
 from rzero.collectors.engine_pool import EnginePool
@@ -49,7 +50,8 @@ class AsyncRolloutCollector(BaseCollector):
 
     Args:
         engines: All at the same version, which is where the run starts.
-        prompts: Endless; advanced by the background thread.
+        prompts: Endless; advanced by the background thread. To be saved, a collector needs a
+            ``PromptStream``.
         reward_fn: Rewards a whole group; an ``Interaction`` says more about how, a plain or async function
             stands for ``SingleTurn(reward_fn)``.
         scheduler: Who may start, and in which order the learner gets what has finished.
@@ -100,8 +102,8 @@ class AsyncRolloutCollector(BaseCollector):
         self._scheduler, self._buffer, self._timeout = scheduler, buffer, timeout
         self._postproc = postproc
         self._lock = threading.Lock()  # guards the scheduler and what has finished
-        self._finished: dict[int, tuple[list[Completion], list[float]]] = {}
-        self._frames = self._batches = 0
+        self._boundary = threading.Condition()  # held while an event is handled; between two, all agrees
+        self._error: BaseException | None = None
         self._failures = FailureCounts(patience=scheduler.capacity)
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sampler = GroupSampler(
@@ -113,6 +115,15 @@ class AsyncRolloutCollector(BaseCollector):
             group_size=group_size,
             max_new_tokens=max_new_tokens,
             seed=seed,
+        )
+        self._state = CollectorState(
+            scheduler=scheduler,
+            prompts=prompts,
+            sampler=self._sampler,
+            buffer=buffer,
+            failures=self._failures,
+            interaction=self._interaction,
+            group_size=group_size,
         )
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -150,8 +161,8 @@ class AsyncRolloutCollector(BaseCollector):
             batch = self._next_batch()
             with self._lock:
                 self._scheduler.train(batch.group_id.unique().tolist())
-            self._frames += int(batch.response_mask.sum())
-            self._batches += 1
+            self._state.frames += int(batch.response_mask.sum())
+            self._state.batches += 1
             self._events.put(None)
             out = batch if self._postproc is None else self._postproc(batch)
             if self.post_collect_hook is not None:
@@ -244,8 +255,8 @@ class AsyncRolloutCollector(BaseCollector):
             counts |= {f"failed/{reason}": n for reason, n in self._failures.by_reason.items()}
             learner_version = self._scheduler.learner_version
         return {
-            "frames": self._frames,
-            "batches": self._batches,
+            "frames": self._state.frames,
+            "batches": self._state.batches,
             "policy_version": self.policy_version,
             "learner_version": learner_version,
             "engines": len(self.engines),
@@ -285,37 +296,86 @@ class AsyncRolloutCollector(BaseCollector):
         self._sampler.seed = seed
         return seed
 
+    def quiesce(self) -> None:
+        """Wait until the last publish has arrived and every group that it lets start is complete.
+
+        Called before each ``update_policy_weights_``, with a strict order, it makes every group the work of
+        one version, and which version, and which groups an update gets, no matter of time.
+
+        Raises:
+            TimeoutError: If that takes longer than ``timeout`` seconds.
+        """
+        self.start()
+
+        def quiet() -> bool:
+            if self._error is not None:
+                raise self._error
+            if self._scheduler.version < self.learner_version:
+                return False
+            self._advance()
+            return not self._scheduler.running
+
+        with self._boundary:
+            if not self._boundary.wait_for(quiet, self._timeout):
+                raise TimeoutError(
+                    f"AsyncRolloutCollector.quiesce: all groups must be complete within {self._timeout:g} s, "
+                    f"got {len(self._scheduler.running)} running"
+                )
+
     def state_dict(self) -> OrderedDict:
-        """The scheduler's state; the buffer and the prompts' cursor have their own."""
-        with self._lock:
-            return OrderedDict(scheduler=self._scheduler.state_dict())
+        """Everything that is not with the learner, as it stands between two events, in tensors and JSON.
+
+        The scheduler, the prompts' cursor, the groups that wait here or in the buffer, the failures, the
+        state of the reward function if it has one. Of the groups in flight it holds the prompts' ids: they
+        are sampled again, each response from its own seed.
+
+        Raises:
+            TypeError: If the prompts are no ``PromptStream``, and could not be found again.
+        """
+        with self._boundary, self._lock:
+            return self._state.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` holds."""
-        with self._lock:
-            self._scheduler.load_state_dict(state_dict["scheduler"])
+        """Continue where ``state_dict`` was taken, and sample again what was in flight.
+
+        The engines hold the weights of the version that was being made then.
+
+        Raises:
+            RuntimeError: If the collector has started.
+            ValueError: If it was saved with other settings, or the engines hold another version.
+            TypeError: If the prompts are no ``PromptStream``.
+        """
+        if self._thread is not None:
+            raise RuntimeError("AsyncRolloutCollector.load_state_dict: must come before the first batch")
+        self._state.load_state_dict(state_dict)
 
     # ------------------------------------------------------------------ the background thread
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._advance()
+                with self._boundary:
+                    self._advance()
                 for event in drain(self._events):
                     if event is not None:
-                        event()
+                        with self._boundary:
+                            event()
+                            self._boundary.notify_all()
         except BaseException as error:
-            self._buffer.abort(error)
+            self._abort(error)
+
+    def _abort(self, error: BaseException) -> None:
+        self._buffer.abort(error)
+        with self._boundary:
+            self._error = self._error or error
+            self._boundary.notify_all()
 
     def _advance(self) -> None:
         """Hand over what may be handed over, then start what may start."""
         with self._lock:
-            released = [self._finished.pop(ticket) for ticket in self._scheduler.release()]
-        if released:
-            completions = [completion for group, _ in released for completion in group]
-            self._buffer.extend(
-                pack_completions(completions, [r for _, rewards in released for r in rewards])
-            )
+            released = [self._state.finished.pop(ticket) for ticket in self._scheduler.release()]
+        for group in released:
+            self._buffer.extend(group)
         while True:
             with self._lock:
                 ticket = self._scheduler.admit()
@@ -325,8 +385,9 @@ class AsyncRolloutCollector(BaseCollector):
 
     def _accept(self, ticket: int, completions: list[Completion], rewards: list[float]) -> None:
         self._failures.succeeded()
+        group = pack_completions(completions, rewards)
         with self._lock:
-            self._finished[ticket] = (completions, rewards)
+            self._state.finished[ticket] = group
             self._scheduler.accept(ticket)
 
     def _fail(self, ticket: int, error: GroupFailed) -> None:
@@ -337,8 +398,9 @@ class AsyncRolloutCollector(BaseCollector):
     def _published(self, future: Future[PublishReport]) -> None:
         error = future.exception()
         if error is not None:
-            self._buffer.abort(error)
+            self._abort(error)
             return
-        with self._lock:
+        with self._boundary, self._lock:
             self._scheduler.publish(future.result().version)
+            self._boundary.notify_all()
         self._events.put(None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,9 +58,18 @@ class FailureCounts:
         """A group was completed."""
         self._in_a_row = 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """The counts."""
+        return {"by_reason": dict(self.by_reason), "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Count on from what ``state_dict`` returned."""
+        self.by_reason, self._in_a_row = Counter(state_dict["by_reason"]), state_dict["in_a_row"]
+
     def __str__(self) -> str:
         """E.g. ``2 groups failed by reward timeout, the last: ...``; empty if none did."""
         return "; ".join(
-            f"{count} groups failed by {reason}, the last: {self._last[reason]}"
+            f"{count} groups failed by {reason}"
+            + (f", the last: {self._last[reason]}" if reason in self._last else "")
             for reason, count in self.by_reason.items()
         )

@@ -12,11 +12,13 @@ import inspect
 import math
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
+
+from torch.distributed.checkpoint.stateful import Stateful
 
 from rzero.collectors.engine import Completion, GenerationEngine, GenerationRequest
 from rzero.collectors.failures import GroupFailed
@@ -83,6 +85,15 @@ class SingleTurn:
         call = _Call(prompt, [completion.response.tolist() for completion in completions])
         self._calls.put(call)
         return call.future
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the function says of its state; nothing if it has no ``state_dict``."""
+        return self._reward_fn.state_dict() if isinstance(self._reward_fn, Stateful) else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Give the function back what ``state_dict`` returned."""
+        if isinstance(self._reward_fn, Stateful):
+            self._reward_fn.load_state_dict(dict(state_dict))
 
     def close(self) -> None:
         """See ``Interaction.close``."""
