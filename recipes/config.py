@@ -55,6 +55,8 @@ class Config:
     """The gradient is scaled down to this 2-norm."""
     max_slots: int = 512
     """Responses that one engine samples at the same time."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What samples: the embedded engine, or vLLM, which must be installed."""
     eval_every: int = 250
     """Updates between measurements of held-out accuracy."""
     audit_every: int = 0

@@ -177,13 +177,16 @@ def load_policy(
     temperature: float,
     warm_up_steps: int,
     kernels: str,
+    head_size: int = 16,
 ) -> Policy:
     """Load a local model, or make the tiny one on the first call and load it.
 
     Raises:
         RecipeError: If the folder is missing or holds no causal LM with a tokenizer.
     """
-    folder = model or cached_tiny_model(specs, warm_up_steps=warm_up_steps, cache_dir=default_cache_dir())
+    folder = model or cached_tiny_model(
+        specs, warm_up_steps=warm_up_steps, cache_dir=default_cache_dir(), head_size=head_size
+    )
     if not (folder / "config.json").is_file():
         raise RecipeError(
             f"--model must name a folder with a Hugging Face model, got {folder} without config.json"

@@ -48,7 +48,7 @@ def new_scheduler(config: Config) -> Scheduler:
 
 def start_collector(config: Config, policy: Policy, channels: Channels) -> AsyncRolloutCollector:
     """Build the samplers' engines, publish version 0 to them and let them begin."""
-    engines = start_samplers(policy, channels, max_slots=config.max_slots)
+    engines = start_samplers(policy, channels, max_slots=config.max_slots, engine=config.engine)
     publisher = WeightPublisher(engines, wire_dtype=config.wire, tolerate_lost=config.tolerate_failures)
     publisher.publish(named_weights(policy.model), version=0)
     return AsyncRolloutCollector(
@@ -80,6 +80,7 @@ def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, A
             temperature=config.temperature,
             warm_up_steps=config.warm_up_steps,
             kernels=config.kernels,
+            head_size=32 if config.engine == "vllm" else 16,  # vLLM's attention for CPUs takes no less
         )
     model = policy.model
     log = None

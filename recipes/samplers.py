@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import transformers
 
 from recipes.policy import Policy, new_model
-from rzero.collectors import Channel, RemoteEngine, TransformersEngine, serve_engine
+from rzero.collectors import Channel, GenerationEngine, RemoteEngine, TransformersEngine, serve_engine
 from rzero.collectors.transport import ConnectionLost, Message
 
 
 def start_samplers(
-    policy: Policy, channels: dict[int, tuple[Channel, Channel]], *, max_slots: int
+    policy: Policy,
+    channels: dict[int, tuple[Channel, Channel]],
+    *,
+    max_slots: int,
+    engine: str = "transformers",
 ) -> list[RemoteEngine]:
     """On the learner's rank: have each sampler build an engine, still without its weights."""
     settings = {
@@ -26,6 +32,8 @@ def start_samplers(
         "tokenizer_digest": policy.tokenizer_digest,
         "max_slots": str(max_slots),
         "kernels": policy.kernels.name,
+        "engine": engine,
+        "architecture": type(policy.model).__name__,
     }
     for outgoing, _ in channels.values():
         outgoing.send(Message("start", text=settings))
@@ -48,16 +56,29 @@ def run_sampler(outgoing: Channel, incoming: Channel) -> None:
 def _serve(told: Mapping[str, str], outgoing: Channel, incoming: Channel) -> None:
     raw = json.loads(told["config"])
     config = transformers.AutoConfig.for_model(**raw)
-    model, kernels = new_model(config, dtype=getattr(torch, told["dtype"]), kernels=told["kernels"])
-    engine = TransformersEngine(
-        model,
-        eos_token_ids=tuple(json.loads(told["eos_token_ids"])),
-        temperature=float(told["temperature"]),
-        max_slots=int(told["max_slots"]),
-        tokenizer_digest=told["tokenizer_digest"],
-        kernel_fingerprint=kernels.fingerprint,
-        log_softmax=kernels.log_softmax,
-        version=-1,  # no published weights yet
-    )
+    law: dict[str, Any] = {
+        "eos_token_ids": tuple(json.loads(told["eos_token_ids"])),
+        "temperature": float(told["temperature"]),
+        "max_slots": int(told["max_slots"]),
+        "tokenizer_digest": told["tokenizer_digest"],
+        "version": -1,  # no published weights yet
+    }
+    if told["engine"] == "vllm":
+        config.architectures = [told["architecture"]]
+        engine = _vllm_engine(config, law, dtype=told["dtype"], kernels=told["kernels"])
+    else:
+        model, kernels = new_model(config, dtype=getattr(torch, told["dtype"]), kernels=told["kernels"])
+        engine = TransformersEngine(
+            model, **law, kernel_fingerprint=kernels.fingerprint, log_softmax=kernels.log_softmax
+        )
     serve_engine(engine, outgoing, incoming)
     engine.close()
+
+
+def _vllm_engine(config: Any, law: dict[str, Any], *, dtype: str, kernels: Any) -> GenerationEngine:
+    """VLLM reads its model's shape from a folder."""
+    from rzero.collectors import VLLMEngine
+
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return VLLMEngine(folder, **law, kernels=kernels, engine_args={"dtype": dtype})

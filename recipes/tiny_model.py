@@ -50,14 +50,16 @@ def encode_prompts(tokenizer: Any, questions: Sequence[str]) -> list[list[int]]:
     return [[*start, *ids] for ids in tokenizer(texts, add_special_tokens=False).input_ids]
 
 
-def tiny_llama(vocab_size: int, *, hidden_size: int, layers: int, seed: int) -> transformers.LlamaForCausalLM:
-    """A Llama from scratch, with heads of 16 and seeded weights."""
+def tiny_llama(
+    vocab_size: int, *, hidden_size: int, layers: int, seed: int, head_size: int = 16
+) -> transformers.LlamaForCausalLM:
+    """A Llama from scratch, with seeded weights."""
     config = transformers.LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=layers,
-        num_attention_heads=hidden_size // 16,
+        num_attention_heads=hidden_size // head_size,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         pad_token_id=0,
@@ -134,6 +136,7 @@ def cached_tiny_model(
     transcript: Transcript = answer_alone,
     hidden_size: int = 64,
     layers: int = 2,
+    head_size: int = 16,
 ) -> Path:
     """Folder of the warmed-up tiny model and its tokenizer, made on the first call.
 
@@ -144,6 +147,7 @@ def cached_tiny_model(
     from recipes import tasks as tasks_module
 
     recipe = {"specs": list(specs), "hidden_size": hidden_size, "layers": layers, "steps": warm_up_steps}
+    recipe["head_size"] = head_size
     versions = [torch.__version__, transformers.__version__]
     code = [Path(__file__).read_text(), inspect.getsource(tasks_module), inspect.getsource(transcript)]
     digest = hashlib.sha256(json.dumps([recipe, versions, code], sort_keys=True).encode()).hexdigest()[:16]
@@ -152,7 +156,7 @@ def cached_tiny_model(
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer()
-    model = tiny_llama(len(tokenizer), hidden_size=hidden_size, layers=layers, seed=0)
+    model = tiny_llama(len(tokenizer), hidden_size=hidden_size, layers=layers, seed=0, head_size=head_size)
     tasks = ReasoningTasks(specs, seed=0, held_out_size=256)
     warm_up(model, tokenizer, tasks, steps=warm_up_steps, transcript=transcript)
     staging = Path(tempfile.mkdtemp(dir=cache_dir))
