@@ -47,6 +47,19 @@ def test_a_recipe_trains_and_leaves_its_folder(start, tmp_path, recipe, nominal_
     assert f"nominal {nominal_lag}; measured mean" in stdout
 
 
+@pytest.mark.parametrize("wire", ["model", "bfloat16"])
+def test_every_ratio_is_one_when_nothing_lags_and_kernels_are_exact(start, tmp_path, wire):
+    """The recipe itself checks that after each forward; the audits compare weights, tokens and modules."""
+    flags = ["--kernels", "exact", "--wire-dtype", wire, "--audit-every", "3"]
+    process = start("sync.py", *TINY, *flags)
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    summary = json.loads((only_run(tmp_path) / "summary.json").read_text())
+    assert (summary["ratio_mean"], summary["ratio_second_moment"], summary["ratio_max"]) == (1.0, 1.0, 1.0)
+    assert [audit["version"] for audit in summary["audits"]] == [3, 6]
+    assert all(audit["mismatching"] == 0 < audit["tokens"] for audit in summary["audits"])
+
+
 def test_a_local_model_and_mixed_tasks(start, tmp_path, cache):
     from recipes.tiny_model import cached_tiny_model
 
