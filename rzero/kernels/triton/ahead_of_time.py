@@ -22,7 +22,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["LIMITS", "TARGETS", "Recorded", "Resources", "compile_launch", "recording"]
+__all__ = ["LIMITS", "TARGETS", "Recorded", "Resources", "compile_launch", "recording", "specialised"]
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -104,7 +104,7 @@ def recording(arch: str) -> Iterator[list[Recorded]]:
         yield launches
 
 
-def _specialised(launch: Recorded) -> ASTSource:
+def specialised(launch: Recorded) -> ASTSource:
     """The source with types, constants and alignment, as the launch would specialise it."""
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(launch.kernel.params):
@@ -131,7 +131,7 @@ def compile_launch(launch: Recorded, arch: str) -> Resources:
     Raises:
         RuntimeError: The compiler refuses, with its message.
     """
-    compiled = triton.compile(_specialised(launch), target=TARGETS[arch], options=launch.options)
+    compiled = triton.compile(specialised(launch), target=TARGETS[arch], options=launch.options)
     if "cubin" in compiled.asm:
         registers, spilled = _cubin_figures(compiled.asm["cubin"])
         return _read(compiled.asm["ptx"], registers, spilled, compiled.metadata.shared, _NVIDIA)

@@ -14,7 +14,7 @@ from rzero.kernels.triton.attention_backward import (
     attention_query_gradient_kernel,
 )
 from rzero.kernels.triton.attention_forward import attention_kernel, attention_merge_kernel
-from rzero.kernels.triton.contract import KV_SPLIT, KV_TILE
+from rzero.kernels.triton.contract import KV_SPLIT, kv_tile
 from rzero.kernels.triton.devices import architecture, family, run
 from rzero.kernels.triton.launch import Launch, attention_launch, options
 
@@ -44,7 +44,7 @@ def _constants(
         "PADDED": page_table is None and key.ndim == 4,
         "MASK": mask is not None,
         "BLOCK_D": max(16, triton.next_power_of_2(query.shape[2])),
-        "KV_TILE": KV_TILE,
+        "KV_TILE": kv_tile(query.dtype),
     }
 
 
@@ -77,14 +77,15 @@ def launch_attention(
     """
     (tokens, heads, size), groups, count = query.shape, key.shape[-2], len(offsets) - 1
     chips = family(architecture(query.device))
-    launch = launch or attention_launch(size, query.dtype, chips, masked=mask is not None)
+    launch = launch or attention_launch(size, query.dtype, chips)
     constants = _constants(query, key, page_table, mask)
     width, page_size = _table_sizes(key, page_table)
     most = width * page_size if page_table is not None else key.shape[-3]
     splits = triton.cdiv(most, KV_SPLIT)
     tiles = tokens * (heads // groups) // launch.block_m + count
     if split is None:
-        split = splits > 1 and tiles * groups < PROGRAMS
+        # A mask takes registers that the state of merged splits has not left.
+        split = mask is not None or (splits > 1 and tiles * groups < PROGRAMS)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     log_sums = query.new_empty(tokens, heads, dtype=torch.float32)
     parts = query.new_empty((splits, tokens, heads, size) if split else 0, dtype=torch.float32)
@@ -187,7 +188,7 @@ def attend_backward(
     if not query.numel():
         return grad_query, grad_key, grad_value
     chips = family(architecture(query.device))
-    launch = attention_launch(size, query.dtype, chips, masked=mask is not None, backward=True)
+    launch = attention_launch(size, query.dtype, chips, backward=True)
     constants = _constants(query, key, page_table, mask)
     settings = {"BLOCK_M": launch.block_m, **constants, **options(launch, chips)}
     width, page_size = _table_sizes(key, page_table)
@@ -222,8 +223,9 @@ def attend_backward(
         *_mask_strides(mask),
         **settings,
     )
-    key_tiles = triton.cdiv(key.shape[-3], KV_TILE)
-    grid = key_tiles * count if key.ndim == 4 else key.shape[0] // KV_TILE + count
+    tile = kv_tile(query.dtype)
+    key_tiles = triton.cdiv(key.shape[-3], tile)
+    grid = key_tiles * count if key.ndim == 4 else key.shape[0] // tile + count
     run(
         attention_key_gradient_kernel,
         (grid, groups),

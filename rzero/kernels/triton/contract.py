@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass
 import torch
 import triton
 
-from rzero.kernels.triton.certify import certified_shapes
 from rzero.kernels.triton.devices import architecture, family
+from rzero.kernels.triton.vendor import certified_shapes
 
 __all__ = [
     "KV_SPLIT",
-    "KV_TILE",
     "ROW_BLOCK",
     "ROW_SEGMENT",
     "SEGMENTS",
@@ -23,11 +22,11 @@ __all__ = [
     "VOCAB_TILE",
     "NumericContract",
     "chain_k",
+    "kv_tile",
     "numeric_contract",
     "segments",
 ]
 
-KV_TILE = 64  # keys of one step of attention, from position 0 on
 KV_SPLIT = 1024  # keys whose partial result is merged as one, in ascending order
 VOCAB_TILE = 128  # logits of one step of a softmax over a vocabulary
 VOCAB_SPLIT = 1024  # logits whose partial result is merged as one, by a tree
@@ -58,6 +57,11 @@ class NumericContract:
 
 def chain_k(dtype: torch.dtype) -> int:
     """Terms of K that one step of a product takes; steps ascend."""
+    return 32 if dtype == torch.float32 else 64
+
+
+def kv_tile(dtype: torch.dtype) -> int:
+    """Keys of one step of attention, from position 0 of a sequence on."""
     return 32 if dtype == torch.float32 else 64
 
 
@@ -122,7 +126,11 @@ def numeric_contract(device: torch.device) -> dict[str, object]:
             op="attention",
             order="online over ascending tiles of a split from position 0, splits merged ascending",
             rounding="weights to dtype before the product with values, quotient, dtype",
-            constants=(("tile", KV_TILE), ("split", KV_SPLIT), ("instruction", _INSTRUCTIONS[chips])),
+            constants=(
+                ("tile", (kv_tile(torch.bfloat16), kv_tile(torch.float32))),
+                ("split", KV_SPLIT),
+                ("instruction", _INSTRUCTIONS[chips]),
+            ),
         ),
     ]
     return {

@@ -68,7 +68,7 @@ DEFAULTS: dict[tuple[str, bool], tuple[tuple[float, Launch], ...]] = {
     ),
     ("interpreter", False): ((16, _launch(16, 32, 4, 1)), (float("inf"), _launch(32, 64, 4, 1))),
     **{
-        (chip, True): ((16, _launch(16, 32, 4, 2)), (float("inf"), _launch(64, 32, 4, 2)))
+        (chip, True): ((16, _launch(16, 32, 4, 2)), (float("inf"), _launch(32, 32, 4, 2)))
         for chip in ("sm_80", "sm_90", "sm_100", "gfx942")
     },
     ("interpreter", True): ((16, _launch(16, 32, 4, 1)), (float("inf"), _launch(32, 64, 4, 1))),
@@ -117,14 +117,11 @@ def vocabulary_launch(rows: int, dtype: torch.dtype, family: str) -> Launch:
     return next(launch for most, launch in _VOCABULARY[family] if rows <= most)
 
 
-def attention_launch(
-    size: int, dtype: torch.dtype, family: str, *, masked: bool, backward: bool = False
-) -> Launch:
+def attention_launch(size: int, dtype: torch.dtype, family: str, *, backward: bool = False) -> Launch:
     """Parameters of attention with heads of ``size``; its columns are the contract's KV tile."""
-    launch = _ATTENTION[family, size > 64][backward]
     if dtype == torch.float32 and family != "interpreter":
-        return _launch(16, 0, 8, 1)
-    return replace(launch, stages=1) if masked else launch
+        return _launch(16, 0, 4, 1)
+    return _ATTENTION[family, size > 64][backward]
 
 
 def options(launch: Launch, family: str) -> dict[str, object]:

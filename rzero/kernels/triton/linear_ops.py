@@ -1,12 +1,14 @@
 """linear, linear_joined and matmul as torch operators with gradients."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from rzero.kernels.triton.certify import is_certified
 from rzero.kernels.triton.contract import segments
 from rzero.kernels.triton.devices import architecture, check_device, check_dtypes, family
 from rzero.kernels.triton.products import launch_column_sum, launch_product
+from rzero.kernels.triton.vendor import is_certified
 
 __all__ = ["linear", "linear_joined", "matmul"]
 
@@ -89,7 +91,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         TypeError: Dtypes differ or are not supported.
     """
     _check_linear(x, weight, bias)
-    flat = x.reshape(1, -1, x.shape[-1])
+    flat = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
     bias = None if bias is None else bias.contiguous()
     out = torch.ops.rzero.product(flat, weight.mT.unsqueeze(0), bias, True)
     return out.view(*x.shape[:-1], weight.shape[0])

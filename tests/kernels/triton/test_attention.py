@@ -18,7 +18,7 @@ SCALE = 0.4
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several tiles and splits in short sequences."""
-    monkeypatch.setattr(attention_ops, "KV_TILE", 16)
+    monkeypatch.setattr(attention_ops, "kv_tile", lambda dtype: 16)
     monkeypatch.setattr(attention_ops, "KV_SPLIT", 32)
 
 
@@ -117,7 +117,7 @@ def test_other_tiles_and_splits_are_other_sums(monkeypatch):
     query, key, value = inputs(20, 70, heads=2, groups=1)
     options = {"cu_seqlens_q": offsets(20), "cu_seqlens_k": offsets(70), "scale": SCALE}
     before = ours.attention_varlen(query, key, value, **options)
-    for name, number in (("KV_TILE", 32), ("KV_SPLIT", 64)):
+    for name, number in (("kv_tile", lambda dtype: 32), ("KV_SPLIT", 64)):
         with monkeypatch.context() as patch:
             patch.setattr(attention_ops, name, number)
             assert differing(ours.attention_varlen(query, key, value, **options), before) > 100
