@@ -156,9 +156,8 @@ class PagedAttention(AttentionImpl):
         if attn_metadata is None:
             return output.zero_()
         meta, total = attn_metadata, attn_metadata.num_actual_tokens
-        kv_cache[meta.page, :, meta.place] = torch.cat(
-            [round_kv(key[:total]), round_kv(value[:total])], dim=-1
-        )
+        rounded = round_kv(torch.stack([key[:total], value[:total]], dim=2))
+        kv_cache[meta.page, :, meta.place] = rounded.flatten(2)
         keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
         for part in meta.parts:
             output[part.tokens] = attention_paged(

@@ -126,16 +126,22 @@ def attention_paged(
         out = attend(
             rearrange(padded, "b t h d -> b h t d"),
             lambda part: (
-                rearrange(key_pages[pages[part]], "b n s g d -> b g (n s) d"),
-                rearrange(value_pages[pages[part]], "b n s g d -> b g (n s) d"),
+                _gathered(key_pages, pages[part])[:, :, :most_k],
+                _gathered(value_pages, pages[part])[:, :, :most_k],
             ),
-            _visible(lengths_q, lengths_k, most_q, width * size),
+            _visible(lengths_q, lengths_k, most_q, most_k),
             scale=scale,
             groups=key_pages.shape[2],
-            keys=width * size,
+            keys=most_k,
             rounded_kv=rounded_kv,
         )
     return rearrange(out, "b h t d -> b t h d")[rows, columns]
+
+
+def _gathered(pages: Tensor, index: Tensor) -> Tensor:
+    """Pages [P, S, G, D] of each request, index [b, n], as [b, G, n S, D]; selecting copies whole rows."""
+    selected = pages.transpose(1, 2).index_select(0, index.flatten())
+    return rearrange(selected, "(b n) g s d -> b g (n s) d", b=len(index))
 
 
 def _lengths(offsets: Tensor, total: int, name: str) -> Tensor:
