@@ -154,7 +154,7 @@ def _write_from_process(worker, queue, received):
         # A plain TensorDict in one piece of memory: no class of ours is unpickled where it arrives.
         queue.put(batch.to_tensordict().consolidate())
     queue.put(None)
-    received.wait(120)  # A tensor's memory is handed over by its process, which must be there to do it.
+    received.wait(280)  # A tensor's memory is handed over by its process, which must be there to do it.
 
 
 def test_processes_write_with_tensordict_messages():
@@ -170,7 +170,7 @@ def test_processes_write_with_tensordict_messages():
         try:
             open_ends = len(writers)
             while open_ends:
-                message = queue.get(timeout=60)
+                message = queue.get(timeout=240)
                 if message is None:
                     open_ends -= 1
                 else:

@@ -5,7 +5,7 @@ import torch
 
 from rzero.buffers import FifoGroupSampler, JournalError, disk, pack
 from tests.buffers.processes import CONTEXT
-from tests.buffers.responses import assert_balanced, assert_same, full_disk, group, make_buffer
+from tests.buffers.responses import assert_balanced, assert_same, full_disk, group, make_buffer, rollout
 from tests.buffers.test_context import LAW, SamplingContext
 
 
@@ -45,6 +45,27 @@ def test_a_store_goes_on_where_it_stopped(tmp_path):
     assert_balanced(again)
     again.shutdown()
     assert len(list(tmp_path.glob("chunk-*.bin"))) <= 1
+
+
+def test_a_closed_group_stays_closed(tmp_path):
+    buffer = make_buffer(path=tmp_path / "store", groups_per_batch=1)
+    buffer.extend(group(0) + group(1))
+    buffer.sample(timeout=0)
+    buffer.evict([1], "stale")
+    buffer.reserve(2, 4)
+    buffer.fail(2, "lost")
+    restored = make_buffer()
+    restored.load_state_dict(buffer.state_dict())
+    again = reopen(
+        reopen(buffer, tmp_path / "store"), tmp_path / "store"
+    )  # from the journal, from a snapshot
+    for other in (again, restored):
+        for closed in (0, 1, 2):
+            with pytest.raises(ValueError, match=f"group {closed} was closed and takes no more"):
+                other.extend([rollout(1000 + closed, group_id=closed)])
+            with pytest.raises(ValueError, match=f"group_id must be new and >= 0, got {closed}"):
+                other.reserve(closed, 4)
+    again.shutdown()
 
 
 def test_a_lease_does_not_outlive_its_process(tmp_path):
