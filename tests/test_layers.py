@@ -15,12 +15,14 @@ ALLOWED = {
     "kernels": {"kernels"},
     "buffers": {"buffers"},
     "collectors": {"collectors", "buffers"},
+    "checkpoint": {"checkpoint"},
 }
 FORBIDDEN = {
     "losses": {"transformers", "vllm", "triton"},
     "kernels": {"torchrl"},
     "buffers": {"transformers", "vllm", "triton"},
     "collectors": set(),
+    "checkpoint": {"transformers", "vllm", "triton", "tensordict"},
 }
 
 
@@ -60,6 +62,7 @@ def test_no_underscore_name_of_torchrl():
         ("rzero.losses", ["torchrl", "tensordict", "transformers", "triton", "vllm"], "torch"),
         ("rzero.kernels", ["torchrl", "tensordict", "transformers", "triton", "vllm"], "torch"),
         ("rzero.buffers", ["transformers", "triton", "vllm"], "torchrl"),
+        ("rzero.checkpoint", ["torchrl", "tensordict", "transformers", "triton", "vllm"], "torch"),
         ("rzero.collectors", ["transformers", "triton", "vllm"], "torchrl.collectors"),
     ],
 )
