@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from rzero.audit import AUDIT_UIDS, audit
 from rzero.collectors import named_weights, weight_digests
@@ -20,6 +19,8 @@ PROMPTS += PROMPTS[:80]  # prefix hits
 @pytest.fixture
 def preemptions(monkeypatch) -> list[str]:
     """Names of the requests that vLLM preempted."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     seen: list[str] = []
     original = Scheduler._preempt_request
 
