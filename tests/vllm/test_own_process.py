@@ -13,7 +13,6 @@ from rzero.collectors import (
     EngineError,
     EngineLost,
     InFlightPolicy,
-    VLLMEngine,
     named_weights,
     weight_digests,
 )
@@ -25,6 +24,8 @@ from tests.vllm.real import pytestmark  # noqa: F401
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
+    from rzero.collectors import VLLMEngine
+
     folder = tmp_path_factory.mktemp("model")
     tiny().save_pretrained(folder)
     engine = VLLMEngine(

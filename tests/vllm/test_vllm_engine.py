@@ -4,11 +4,9 @@ import threading
 
 import pytest
 import torch
-from vllm.outputs import CompletionOutput, WeightVersionSpan
 
 from rzero.buffers import FinishCode
 from rzero.collectors import EngineError, InFlightPolicy, named_weights, weight_digests
-from rzero.collectors.vllm_outputs import evidence_of
 from tests.collectors.conftest import digest_of, full_forward_log_probs, llama, request
 from tests.vllm.conftest import tiny
 from tests.vllm.real import pytestmark  # noqa: F401
@@ -148,7 +146,15 @@ def test_requests_that_vllm_would_choke_on_are_refused(make_engine):
         engine.submit(request(2, prompt=(1, 2, 3), max_new_tokens=128))
 
 
+def span(version, start, end):
+    from vllm.outputs import WeightVersionSpan
+
+    return WeightVersionSpan(version, start, end)
+
+
 def completion_output(**changes):
+    from vllm.outputs import CompletionOutput
+
     fields = {
         "index": 0,
         "text": "",
@@ -157,7 +163,7 @@ def completion_output(**changes):
         "finish_reason": "stop",
     }
     fields |= {"logprobs": [{5: Logprob(-0.5)}, {6: Logprob(-0.25)}]}
-    fields |= {"weight_versions": [WeightVersionSpan("3", 0, 1), WeightVersionSpan("4", 1, 2)]}
+    fields |= {"weight_versions": [span("3", 0, 1), span("4", 1, 2)]}
     return CompletionOutput(**{**fields, **changes})
 
 
@@ -167,6 +173,8 @@ class Logprob:
 
 
 def test_evidence_is_read_or_refused():
+    from rzero.collectors.vllm_outputs import evidence_of
+
     response, log_probs, versions = evidence_of(completion_output())
     assert response.tolist() == [5, 6]
     assert log_probs.tolist() == [-0.5, -0.25]
@@ -178,11 +186,11 @@ def test_evidence_is_read_or_refused():
     with pytest.raises(EngineError, match="got none of token 1"):
         evidence_of(completion_output(logprobs=[{5: Logprob(-0.5)}]))
     with pytest.raises(EngineError, match="weight version of all 2 tokens"):
-        evidence_of(completion_output(weight_versions=[WeightVersionSpan("3", 0, 1)]))
+        evidence_of(completion_output(weight_versions=[span("3", 0, 1)]))
     with pytest.raises(EngineError, match="weight version of all 2 tokens, got None"):
         evidence_of(completion_output(weight_versions=None))
     with pytest.raises(EngineError, match="version numbers, got 'default'"):
-        evidence_of(completion_output(weight_versions=[WeightVersionSpan("default", 0, 2)]))
+        evidence_of(completion_output(weight_versions=[span("default", 0, 2)]))
 
 
 def test_refusals(make_engine, monkeypatch):
