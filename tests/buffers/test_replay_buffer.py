@@ -179,11 +179,11 @@ def sample_in_thread(buffer, **options):
 
     def run():
         try:
-            outcome.append(buffer.sample(timeout=60, **options))
+            outcome.append(buffer.sample(timeout=3600, **options))  # Longer than a test may take.
         except BaseException as error:
             outcome.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert waiting.wait(60)
     return thread, outcome
