@@ -18,9 +18,10 @@ from unittest import mock
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from rzero.kernels.triton import devices
 
 __all__ = ["LIMITS", "TARGETS", "Recorded", "Resources", "compile_launch", "recording", "specialised"]
 
@@ -94,7 +95,7 @@ def recording(arch: str) -> Iterator[list[Recorded]]:
         launches.append(Recorded(kernel=kernel, grid=grid, arguments=given, options=options))
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(knobs.runtime, "interpret", True))
+        stack.enter_context(mock.patch.object(devices, "interpreting", lambda: True))
         for name, module in list(sys.modules.items()):
             if name.startswith("rzero.kernels.triton."):
                 if "run" in vars(module):

@@ -7,15 +7,20 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-__all__ = ["FLOATS", "architecture", "check_device", "check_dtypes", "family", "run"]
+__all__ = ["FLOATS", "architecture", "check_device", "check_dtypes", "family", "interpreting", "run"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETER = "interpreter"
 
 
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, which takes tensors of any device."""
+    return knobs.runtime.interpret
+
+
 def architecture(device: torch.device) -> str:
     """``sm_90``, ``gfx942``, ...: the chip that decides which instructions compute; part of the contract."""
-    if knobs.runtime.interpret:
+    if interpreting():
         return INTERPRETER
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
@@ -44,7 +49,7 @@ def check_device(function: str, *tensors: Tensor | None) -> None:
             continue
         if tensor.device != device:
             raise ValueError(f"{function}: all tensors must be on {device}, got one on {tensor.device}")
-        if tensor.device.type != "cuda" and not knobs.runtime.interpret:
+        if tensor.device.type != "cuda" and not interpreting():
             raise ValueError(
                 f"{function}: tensors must be on a CUDA or ROCm device, got {tensor.device}; "
                 "rzero.kernels.exact computes on any"

@@ -9,8 +9,8 @@ import inspect
 import sys
 
 import numpy as np
-import triton
 import triton.language as tl
+from triton import knobs
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
@@ -26,7 +26,7 @@ class Interpreted(interpreter.InterpretedFunction):
 
 def interpret(monkeypatch) -> None:
     """Interpret our kernels, and the functions of Triton's own library that they call."""
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
     ours = [module for name, module in sys.modules.items() if name.startswith(PACKAGE)]
     wrapped: dict[int, Interpreted] = {}
     for module in [tl, tl.standard, *ours]:

@@ -158,6 +158,6 @@ def test_refusals():
 
 
 def test_a_cpu_tensor_is_refused_outside_the_interpreter(monkeypatch):
-    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    monkeypatch.setattr("rzero.kernels.triton.devices.interpreting", lambda: False)
     with pytest.raises(ValueError, match=r"must be on a CUDA or ROCm device, got cpu; rzero.kernels.exact"):
         ours.linear(torch.zeros(2, 3), torch.zeros(5, 3))
