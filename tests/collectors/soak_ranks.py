@@ -97,7 +97,8 @@ def learner(channels, seconds: float, seed: int) -> dict:
     for version, batch in enumerate(collector):
         ids = set(batch.prompt_id.tolist())
         sizes = Counter(batch.prompt_id.tolist())
-        assert set(sizes.values()) == {GROUP} and len(ids) == PROMPTS, "a group is not whole"
+        assert all(size == GROUP for size in sizes.values()), "a group is not whole"
+        assert len(ids) == PROMPTS
         assert not ids & trained and not ids & rewards.lost, "a group came twice, or after it had failed"
         assert not uids & set(batch.uid.tolist())
         trained |= ids
@@ -118,15 +119,17 @@ def learner(channels, seconds: float, seed: int) -> dict:
         if time.monotonic() - started > seconds:
             break
     stats = collector.stats()
-    # What was started is trained on, failed, or still in work, and never more than one of them.
-    assert len(trained) == updates * PROMPTS
+    # What was started is trained on, failed, or still in work: once each, and nobody starves.
+    assert len(trained) == updates * PROMPTS == stats["trained"]
     assert max(rewards.asked.values()) == 1, "a group was rewarded twice"
-    oldest = min(set(range(int(stats["submitted"]))) - trained - rewards.lost, default=0)
+    in_work = stats["running"] + stats["finished"] + stats["released"]
+    assert stats["submitted"] == len(trained) + stats["failed"] + in_work, stats
+    unrewarded = set(range(int(stats["submitted"]))) - rewards.asked.keys()
     return {
         "updates": updates,
         "fates": dict(rewards.fates),
         "stats": stats,
-        "oldest_in_work": int(stats["submitted"]) - oldest,
+        "oldest_unrewarded": int(stats["submitted"]) - min(unrewarded, default=int(stats["submitted"])),
         "versions": publisher.common_version(),
     }
 

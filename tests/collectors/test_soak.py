@@ -48,9 +48,8 @@ def test_nothing_is_lost_under_faults(tmp_path, seconds, seed):
     assert stats["engines"] == WORLD - 1 - len(KILLED)
     assert result["updates"] > 60
     assert result["versions"] >= result["updates"] - 1
-    assert stats["failed/reward timeout"] > 0 and stats["failed/no reward"] > 0
-    # A hung reward is a failure as soon as its time is up; only those of the last moment still run.
-    hung, gave_up = result["fates"]["hung"], result["fates"]["gives up"]
-    assert hung + gave_up - stats["failed"] in range(0, 10)
+    # A fault of the last moment may not be counted yet; a loaded machine adds timeouts of its own.
+    assert 0 <= result["fates"]["gives up"] - stats["failed/no reward"] < 10
+    assert stats["failed/reward timeout"] > result["fates"]["hung"] - 10
     assert stats["failed"] == stats["failed/reward timeout"] + stats["failed/no reward"]
-    assert result["oldest_in_work"] <= 60  # nobody starves
+    assert result["oldest_unrewarded"] <= 60
