@@ -104,7 +104,8 @@ def learner(channels, seconds: float, seed: int) -> dict:
         trained |= ids
         uids |= set(batch.uid.tolist())
         versions = batch.policy_version[batch.response_mask]
-        assert 0 <= int(versions.min()) and int(versions.max()) <= version, "a version from the future"
+        assert int(versions.min()) >= 0
+        assert int(versions.max()) <= version, "a version from the future"
         with torch.no_grad():
             model.lm_head.weight.add_(0.001)
         collector.update_policy_weights_(model)
