@@ -78,7 +78,7 @@ DEFAULTS: dict[tuple[str, bool], tuple[tuple[float, Launch], ...]] = {
 LAUNCHES: dict[tuple[int, int, torch.dtype, str], tuple[tuple[float, Launch], ...]] = {}
 
 _VOCABULARY: dict[str, tuple[tuple[float, Launch], ...]] = {
-    "sm_80": ((16, _launch(16, 128, 4, 4)), (float("inf"), _launch(128, 128, 8, 3))),
+    "sm_80": ((16, _launch(16, 128, 8, 4)), (float("inf"), _launch(128, 128, 8, 3))),
     "sm_90": ((FEW, _launch(64, 128, 4, 4)), (float("inf"), _launch(128, 128, 8, 3))),
     "sm_100": ((float("inf"), _launch(64, 128, 8, 3)),),
     "gfx942": ((16, _launch(16, 128, 4, 2)), (float("inf"), _launch(128, 128, 8, 2))),
@@ -87,8 +87,8 @@ _VOCABULARY: dict[str, tuple[tuple[float, Launch], ...]] = {
 
 # (family, head size above 64) -> parameters of the forward and of the backward kernels.
 _ATTENTION = {
-    ("sm_80", False): (_launch(32, 0, 4, 2), _launch(32, 0, 4, 2)),
-    ("sm_80", True): (_launch(32, 0, 8, 2), _launch(32, 0, 8, 2)),
+    ("sm_80", False): (_launch(32, 0, 4, 2), _launch(32, 0, 8, 1)),
+    ("sm_80", True): (_launch(32, 0, 8, 2), _launch(32, 0, 8, 1)),
     ("sm_90", False): (_launch(64, 0, 4, 2), _launch(64, 0, 8, 2)),
     ("sm_90", True): (_launch(64, 0, 8, 2), _launch(64, 0, 8, 2)),
     ("sm_100", False): (_launch(64, 0, 8, 2), _launch(64, 0, 8, 2)),
