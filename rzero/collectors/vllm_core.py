@@ -166,8 +166,11 @@ class VLLMCore:
             raise EngineError("VLLMEngine: the prefix cache must be empty after a swap, vLLM kept it")
 
     def digests(self) -> dict[str, int]:
-        """Digests of the weights that the workers compute with."""
-        return self._engine.collective_rpc("rzero_digests")[0]
+        """Digests of the weights that the workers compute with, who must agree."""
+        first, *others = self._engine.collective_rpc("rzero_digests")
+        if any(digests != first for digests in others):
+            raise EngineError("VLLMEngine: all workers must hold the same weights, got others")
+        return first
 
     @property
     def keeps_old_weights(self) -> bool:

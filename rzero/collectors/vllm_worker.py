@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from rzero.collectors.engine import EngineError
@@ -83,7 +85,8 @@ def held_weights(model: Any) -> dict[str, Tensor]:
     """The weights of vLLM's model under the names and in the shapes that they have in a checkpoint.
 
     Merged projections are taken apart, the padding of the vocabulary is left out, tied weights appear once,
-    and a weight that vLLM has repacked is read back by multiplying the unit matrix with it.
+    a weight that vLLM has repacked is read back by multiplying the unit matrix with it, and the shards of
+    tensor-parallel workers, who must all call this, are put together.
 
     Raises:
         EngineError: If a tied head computes with other weights than the embedding.
@@ -94,7 +97,7 @@ def held_weights(model: Any) -> dict[str, Tensor]:
         for parameter_name, parameter in module.named_parameters(recurse=False):
             tensor = _computing(module) if parameter_name == "weight" else parameter.detach()
             if isinstance(module, VocabParallelEmbedding):
-                tensor = tensor[: module.org_vocab_size]
+                tensor = _whole(tensor, 0)[: module.org_vocab_size]
             first = seen.setdefault(id(parameter), module_name)
             if first != module_name:
                 if not torch.equal(tensor, held[f"{first}.{parameter_name}"]):
@@ -114,9 +117,23 @@ def _taken_apart(
     parent, _, leaf = name.rpartition(".")
     parts = model.packed_modules_mapping.get(leaf)
     if parts is None:
-        return {f"{name}.{parameter_name}": tensor}
+        sharded = isinstance(module, RowParallelLinear) and parameter_name == "weight"
+        return {f"{name}.{parameter_name}": _whole(tensor, 1) if sharded else tensor}
+    copies = [1, *[getattr(module, "num_kv_head_replicas", 1)] * (len(parts) - 1)]
     rows = tensor.split(module.output_partition_sizes)
-    return {f"{parent}.{part}.{parameter_name}": own for part, own in zip(parts, rows, strict=True)}
+    return {
+        f"{parent}.{part}.{parameter_name}": _whole(own, 0, copies=count)
+        for part, own, count in zip(parts, rows, copies, strict=True)
+    }
+
+
+def _whole(shard: Tensor, dimension: int, *, copies: int = 1) -> Tensor:
+    """What all workers of a tensor-parallel group hold together, each shard in ``copies`` of them."""
+    size = get_tensor_model_parallel_world_size()
+    if size == 1:
+        return shard
+    shards = tensor_model_parallel_all_gather(shard.contiguous(), dimension).chunk(size, dimension)
+    return torch.cat(shards[::copies], dimension)
 
 
 def _computing(module: Any) -> Tensor:
@@ -124,7 +141,11 @@ def _computing(module: Any) -> Tensor:
     weight = module.weight.detach()
     if not hasattr(module, "cpu_linear"):
         return weight
-    columns = module.embedding_dim if isinstance(module, VocabParallelEmbedding) else module.input_size
+    columns = (
+        module.embedding_dim
+        if isinstance(module, VocabParallelEmbedding)
+        else module.input_size_per_partition
+    )
     unit = torch.eye(columns, dtype=weight.dtype)
     return module.quant_method.apply(module, unit).t().contiguous()
 

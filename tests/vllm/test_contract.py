@@ -6,7 +6,6 @@ from tests.collectors.test_transformers_engine import (  # noqa: F401
     test_finish_codes,
     test_nothing_is_drawn_while_paused,
     test_recorded_log_probs_are_those_of_a_plain_forward,
-    test_tokens_depend_on_the_seed_and_not_on_the_neighbours,
     test_what_waits_while_finishing_first_starts_with_the_new_weights,
 )
 from tests.vllm.real import pytestmark  # noqa: F401
