@@ -278,6 +278,10 @@ class AsyncRolloutCollector(BaseCollector):
         """How long an engine has been sampling so far, in seconds, mean over those that live."""
         return self._pool.busy_seconds()
 
+    def seconds_outside(self) -> float:
+        """How long a group is on the way between processes or being rewarded, in seconds, mean so far."""
+        return self._sampler.seconds_outside()
+
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class _Group:
     prompt: Prompt
     missing: int
     completions: list[Completion | None]
+    started_ns: int
 
 
 @final
@@ -57,16 +59,21 @@ class GroupSampler:
         self._accept, self._fail = accept, fail
         self._group_size, self._max_new_tokens, self.seed = group_size, max_new_tokens, seed
         self._groups: dict[int, _Group] = {}
+        self._outside_ns = self._accepted = 0
 
     @property
     def prompt_ids(self) -> dict[int, int]:
         """The prompts of the groups that are being sampled or rewarded, by ticket."""
         return {ticket: group.prompt.prompt_id for ticket, group in self._groups.items()}
 
+    def seconds_outside(self) -> float:
+        """Mean time that a complete group spent outside of its engine, on the way and for rewards."""
+        return self._outside_ns * 1e-9 / max(1, self._accepted)
+
     def start(self, ticket: int, prompt: Prompt) -> None:
         """Have the engine with the least to do sample a group."""
         size = self._group_size
-        self._groups[ticket] = _Group(prompt, size, [None] * size)
+        self._groups[ticket] = _Group(prompt, size, [None] * size, time.monotonic_ns())
         engine = self._pool.take(size)
         for index in range(size):
             uid = ticket * size + index
@@ -121,7 +128,10 @@ class GroupSampler:
             rewards = future.result()
         except GroupFailed as error:
             return self._give_up(ticket, error)
-        del self._groups[ticket]
+        group = self._groups.pop(ticket)
+        sampling_ns = max(c.t_done_ns for c in completions) - min(c.t_submit_ns for c in completions)
+        self._outside_ns += time.monotonic_ns() - group.started_ns - sampling_ns
+        self._accepted += 1
         self._accept(ticket, completions, rewards)
 
     def _give_up(self, ticket: int, error: GroupFailed) -> None:
