@@ -20,7 +20,7 @@ from recipes.launch import Channels, parse, run
 from recipes.learners import Learners
 from recipes.policy import load_policy
 from recipes.reinforce_zero import learn
-from recipes.run_log import new_run_folder
+from recipes.run_folder import new_run_folder
 from recipes.samplers import run_sampler, start_samplers
 from recipes.tasks import ReasoningTasks
 from rzero.audit import AuditReport

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import json
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,10 +18,15 @@ LEAST |= {
     "in_flight": 0,
     "temperature": 1e-3,
     "max_slots": 1,
+    "checkpoint_every": 0,
     "eval_every": 1,
     "held_out": 1,
     "held_out_samples": 1,
 }
+
+# What a resumed run may be given anew: how long it lasts, what is measured, kept and tolerated, and on what.
+MAY_CHANGE = {"updates", "eval_every", "audit_every", "checkpoint_every", "record", "tensorboard", "runs"}
+MAY_CHANGE |= {"resume", "learners", "max_slots", "tolerate_failures"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +85,15 @@ class Config:
     """Seed of problems and sampling."""
     warm_up_steps: int = 600
     """Supervised steps that make the tiny model."""
+    deterministic: bool = False
+    """Each group is sampled by one version, and groups are trained on in the order in which they started:
+    with exact kernels a run repeats itself to the last bit. Slower."""
+    checkpoint_every: int = 100
+    """Updates between checkpoints, from which ``--resume`` goes on; 0 for none."""
+    resume: Path | None = None
+    """Folder of a run to go on with, in the same folder and with its own settings."""
+    record: bool = False
+    """Keep every batch and every checkpoint, so that ``recipes/replay.py`` can do any update again."""
     runs: Path = Path("runs")
     """Folder under which the run's own folder is made."""
     tensorboard: bool = False
@@ -88,8 +104,57 @@ class Config:
         require_least(self, LEAST)
         if self.in_flight and not self.nominal_lag:
             raise RecipeError("--in-flight needs a queue: --nominal-lag must be at least 1, got 0")
+        if self.in_flight and self.deterministic:
+            raise RecipeError("--deterministic needs credits, and not --in-flight")
+        if self.record and not self.checkpoint_every:
+            raise RecipeError("--record needs checkpoints: --checkpoint-every must be at least 1, got 0")
+        if self.resume is not None:
+            self._refuse_another_method(saved_config(self.resume))
+
+    def _refuse_another_method(self, saved: Config) -> None:
+        for field in fields(self):
+            was, now = getattr(saved, field.name), getattr(self, field.name)
+            if was != now and field.name not in MAY_CHANGE:
+                raise RecipeError(
+                    f"--{field.name.replace('_', '-')} is {was} in {self.resume} and cannot become {now}; "
+                    f"leave it out, or start a new run"
+                )
 
     @property
     def wire(self) -> torch.dtype | None:
         """``wire_dtype`` as the publisher takes it."""
         return torch.bfloat16 if self.wire_dtype == "bfloat16" else None
+
+
+def saved_config(run: Path) -> Config:
+    """The config of a run's folder.
+
+    Raises:
+        RecipeError: If there is none, or one of another version.
+    """
+    try:
+        saved: dict[str, Any] = json.loads((run / "config.json").read_text())
+        saved["tasks"] = tuple(saved["tasks"])
+        for name in ("model", "runs"):
+            saved[name] = None if saved[name] is None else Path(saved[name])
+        return Config(**{**saved, "resume": None})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError(f"--resume must name the folder of a run, got {run}: {error}") from error
+
+
+def default_config(preset: Config | None) -> Config:
+    """What the flags of this process change: a preset, or the config of the run that is resumed.
+
+    Args:
+        preset: None if the recipe stands for no nominal lag of its own.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", type=Path)
+    run = parser.parse_known_args()[0].resume
+    if run is None:
+        return preset or Config()
+    try:
+        saved = saved_config(run)
+        return saved if preset is None else replace(saved, nominal_lag=preset.nominal_lag)
+    except RecipeError:  # The flags are going to be refused for it.
+        return preset or Config()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from rzero.buffers import ROW_FIELDS, TOKEN_FIELDS, PackedBatch
 from rzero.collectors import named_weights
 from rzero.collectors.transport import Message, decode, encode
+
+BATCH_FIELDS = (*TOKEN_FIELDS, "cu_seqlens", *ROW_FIELDS, "digest")
 
 
 @final
@@ -30,7 +32,7 @@ class Learners:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.rank = dist.get_rank()
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._mesh = DeviceMesh("cpu", list(range(size))) if size > 1 else None
 
     @property
@@ -46,6 +48,20 @@ class Learners:
         yield
         if self._mesh is not None and self.first:
             dist.barrier(self._mesh.get_group())
+
+    def agree(self, text: str | None) -> str:
+        """Rank 0's text, on every learner; None on the others."""
+        if self._mesh is None:
+            return str(text)
+        data = None if text is None else torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return bytes(self._broadcast_bytes(data).tolist()).decode()
+
+    def new_group(self) -> dist.ProcessGroup | None:
+        """The learners as a process group that nothing else uses yet; None if there is one."""
+        if self._mesh is None:
+            return None
+        group = dist.new_group(list(range(self.size)), backend="gloo", use_local_synchronization=True)
+        return cast(dist.ProcessGroup, group)
 
     def shard(self, model: Any) -> None:
         """Spread parameters, gradients and optimizer state over the learners, layer by layer, in place."""
@@ -121,22 +137,21 @@ class Learners:
         return ends[0], ends[1]
 
     def _broadcast(self, batch: PackedBatch | None) -> PackedBatch:
-        assert self._mesh is not None
-        group = self._mesh.get_group()
-        data = torch.empty(0, dtype=torch.uint8)
+        data = None
         if batch is not None:
-            data = encode(Message("batch", {name: getattr(batch, name) for name in _names()}))
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, 0, group=group)
-        if batch is None:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, 0, group=group)
-        fields: dict[str, Any] = dict(decode(data).tensors)
+            data = encode(Message("batch", {name: getattr(batch, name) for name in BATCH_FIELDS}))
+        fields: dict[str, Any] = dict(decode(self._broadcast_bytes(data)).tensors)
         return PackedBatch(**fields) if batch is None else batch
 
-
-def _names() -> list[str]:
-    return [*TOKEN_FIELDS, "cu_seqlens", *ROW_FIELDS, "digest"]
+    def _broadcast_bytes(self, data: Tensor | None) -> Tensor:
+        assert self._mesh is not None
+        group = self._mesh.get_group()
+        size = torch.tensor([0 if data is None else len(data)])
+        dist.broadcast(size, 0, group=group)
+        if data is None:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=group)
+        return data
 
 
 def _slice(batch: PackedBatch, first: int, end: int) -> PackedBatch:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 import transformers
@@ -65,13 +66,9 @@ class Policy:
             repr(sorted(self.tokenizer.get_vocab().items())).encode(), digest_size=16
         ).hexdigest()
 
-    def prompts(self) -> Iterator[Prompt]:
+    def prompts(self) -> TaskPrompts:
         """The training stream, encoded."""
-        stream = self.tasks.stream(0)
-        while problems := list(islice(stream, ENCODED_AT_ONCE)):
-            encoded = encode_prompts(self.tokenizer, [problem.question for problem in problems])
-            for problem, token_ids in zip(problems, encoded, strict=True):
-                yield Prompt(prompt_id=problem.prompt_id, token_ids=tuple(token_ids), problem=problem)
+        return TaskPrompts(self)
 
     def rewards(self) -> RewardFunction:
         """The task's own verifier, on the text of a group's responses."""
@@ -96,7 +93,7 @@ class Policy:
         Raises:
             RuntimeError: If a token was sampled with weights of another version.
         """
-        prompts = [self._prompt(problem) for problem in self.tasks.held_out]
+        prompts = [self.prompt(problem) for problem in self.tasks.held_out]
         completions = sample(
             [
                 GenerationRequest(
@@ -141,7 +138,7 @@ class Policy:
         return audit(
             engine,
             model,
-            [self._prompt(problems[index % len(problems)]).token_ids for index in range(prompts)],
+            [self.prompt(problems[index % len(problems)]).token_ids for index in range(prompts)],
             version=version,
             temperature=self.temperature,
             kernel_fingerprint=kernels.fingerprint,
@@ -151,16 +148,60 @@ class Policy:
             log_softmax=kernels.log_softmax,
         )
 
+    def prompt(self, problem: Problem) -> Prompt:
+        """One problem, encoded."""
+        return self.prompts_of([problem])[0]
+
+    def prompts_of(self, problems: Sequence[Problem]) -> list[Prompt]:
+        """Problems, encoded."""
+        encoded = encode_prompts(self.tokenizer, [problem.question for problem in problems])
+        return [
+            Prompt(prompt_id=problem.prompt_id, token_ids=tuple(token_ids), problem=problem)
+            for problem, token_ids in zip(problems, encoded, strict=True)
+        ]
+
     def _scores(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[float]:
         texts = self.tokenizer.batch_decode([list(ids) for ids in responses], skip_special_tokens=True)
         return [self.tasks.score(prompt.problem, text) for text in texts]
 
-    def _prompt(self, problem: Problem) -> Prompt:
-        return Prompt(
-            prompt_id=problem.prompt_id,
-            token_ids=tuple(encode_prompts(self.tokenizer, [problem.question])[0]),
-            problem=problem,
-        )
+
+@final
+class TaskPrompts:
+    """The training problems as a ``PromptStream``: it stands at an index of the tasks' own stream.
+
+    Args:
+        policy: Encodes its own tasks.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.load_state_dict({"cursor": 0})
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Itself."""
+        return self
+
+    def __next__(self) -> Prompt:
+        """The next one."""
+        if not self._encoded:
+            self._encoded.extend(self._policy.prompts_of(list(islice(self._problems, ENCODED_AT_ONCE))))
+        prompt = self._encoded.popleft()
+        self._cursor = prompt.prompt_id + 1
+        return prompt
+
+    def prompt(self, prompt_id: int) -> Prompt:
+        """The one of an id."""
+        return self._policy.prompt(self._policy.tasks.problem(prompt_id))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The index after the last one that was yielded."""
+        return {"cursor": self._cursor}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._cursor: int = state_dict["cursor"]
+        self._problems = self._policy.tasks.stream(self._cursor)
+        self._encoded: deque[Prompt] = deque()
 
 
 def new_model(config: Any, *, dtype: torch.dtype, kernels: str) -> tuple[Any, Kernels]:

@@ -8,21 +8,27 @@ file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
-from recipes.config import Config
+from recipes.config import Config, default_config
 from recipes.evaluation import evaluate
 from recipes.kernel_choice import require_ratios_of_one
 from recipes.launch import Channels, parse, run
 from recipes.learners import Learners
 from recipes.policy import Policy, load_policy
+from recipes.recording import record_update
+from recipes.resume import RunCheckpoints
 from recipes.run_log import RunLog
 from recipes.samplers import run_sampler, start_samplers, stop_samplers
 from recipes.tasks import ReasoningTasks
-from rzero.buffers import ProvenanceReplayBuffer, TokenLogStorage
+from rzero.buffers import PackedBatch, ProvenanceReplayBuffer, TokenLogStorage
 from rzero.collectors import (
     AsyncRolloutCollector,
     CreditScheduler,
@@ -30,32 +36,35 @@ from rzero.collectors import (
     SlotScheduler,
     WeightPublisher,
     finished_first,
-    named_weights,
     rounded_weights,
+    strict,
 )
 from rzero.kernels.causal_lm import causal_lm_log_probs
 from rzero.losses import group_mean_advantages, reinforce_loss
 
 
-def new_scheduler(config: Config) -> Scheduler:
+def new_scheduler(config: Config, *, version: int = 0) -> Scheduler:
     """Who may start, counted in groups."""
-    size = config.prompts_per_update
+    lag, size = config.nominal_lag, config.prompts_per_update
     if config.in_flight:
-        return SlotScheduler(queue=config.nominal_lag, in_flight=config.in_flight, groups_per_batch=size)
+        return SlotScheduler(queue=lag, in_flight=config.in_flight, groups_per_batch=size, version=version)
     # At most (nominal_lag + 1) batches are started and not yet trained on and published.
-    return CreditScheduler(nominal_lag=config.nominal_lag, groups_per_batch=size, order=finished_first())
+    order = strict() if config.deterministic or lag == 0 else finished_first()
+    return CreditScheduler(nominal_lag=lag, groups_per_batch=size, order=order, version=version)
 
 
-def start_collector(config: Config, policy: Policy, channels: Channels) -> AsyncRolloutCollector:
-    """Build the samplers' engines, publish version 0 to them and let them begin."""
+def start_collector(
+    config: Config, policy: Policy, channels: Channels, weights: Mapping[str, Tensor], *, version: int
+) -> AsyncRolloutCollector:
+    """Build the samplers' engines and publish the first weights to them."""
     engines = start_samplers(policy, channels, max_slots=config.max_slots, engine=config.engine)
     publisher = WeightPublisher(engines, wire_dtype=config.wire, tolerate_lost=config.tolerate_failures)
-    publisher.publish(named_weights(policy.model), version=0)
+    publisher.publish(weights, version=version)
     return AsyncRolloutCollector(
         engines,
         policy.prompts(),
         policy.rewards(),
-        scheduler=new_scheduler(config),
+        scheduler=new_scheduler(config, version=version),
         buffer=ProvenanceReplayBuffer(
             storage=TokenLogStorage(),
             group_size=config.group_size,
@@ -69,6 +78,45 @@ def start_collector(config: Config, policy: Policy, channels: Channels) -> Async
     )
 
 
+def compute_gradients(
+    config: Config, learners: Learners, policy: Policy, batch: PackedBatch
+) -> dict[str, Tensor]:
+    """Add the gradients of a batch to the model's; returns the loss, log-probabilities and entropies."""
+    share = learners.share(batch, group_size=config.group_size)
+    advantages = group_mean_advantages(share.reward, share.group_id, group_size=config.group_size)
+    with rounded_weights(policy.model, config.wire):  # as the samplers hold them
+        log_probs, entropies = causal_lm_log_probs(
+            policy.model,
+            share.token_ids,
+            share.cu_seqlens,
+            share.response_mask,
+            temperature=config.temperature,
+            # Each prompt is computed once for its group, but FSDP2 allows one forward: each row alone.
+            prompt_length=share.prompt_length if learners.size == 1 else None,
+            log_softmax=policy.kernels.log_softmax,
+        )
+        if config.nominal_lag == 0 and config.kernels == "exact":
+            require_ratios_of_one(log_probs, share.behavior_log_probs, share.response_mask)
+        loss = reinforce_loss(
+            log_probs,
+            share.behavior_log_probs,  # recorded where each token was drawn
+            advantages,
+            share.response_mask,
+            cu_seqlens=share.cu_seqlens,
+            num_responses=batch.num_responses,
+        )
+        loss = learners.backward(loss)
+    tokens = {"log_probs": log_probs, "entropies": entropies}
+    whole = {name: learners.together(batch, x, group_size=config.group_size) for name, x in tokens.items()}
+    return {"loss": loss, **whole}
+
+
+def new_optimizer(config: Config, model: Any) -> tuple[AdamW, LambdaLR]:
+    """AdamW and the rise of its learning rate."""
+    optimizer = AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return optimizer, LambdaLR(optimizer, lambda k: min(1.0, (k + 1) / (config.lr_warm_up + 1)))
+
+
 def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, Any] | None:
     """The algorithm, on every rank that learns; the first one collects, publishes and returns a summary."""
     with learners.first_before_others():
@@ -80,70 +128,55 @@ def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, A
             temperature=config.temperature,
             warm_up_steps=config.warm_up_steps,
             kernels=config.kernels,
-            head_size=32 if config.engine == "vllm" else 16,  # vLLM's attention for CPUs takes no less
         )
     model = policy.model
-    log = None
-    if learners.first:
-        collector = start_collector(config, policy, channels)
-        log = RunLog(config, collector, partial(new_scheduler, config))
-        evaluate(config, policy, log, version=0)
     learners.shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda k: min(1.0, (k + 1) / (config.lr_warm_up + 1))
-    )
+    optimizer, schedule = new_optimizer(config, model)
+    checkpoints = RunCheckpoints(config, learners, model, optimizer, schedule)
+    start = checkpoints.resume_training()  # 0 in a new run
+    weights, log = learners.full_weights(model), None
+    if learners.first:
+        collector = start_collector(config, policy, channels, weights, version=start)
+        log = RunLog(config, collector, partial(new_scheduler, config), folder=checkpoints.folder)
+        checkpoints.resume_collecting(start, log)
+        if config.resume is None:
+            evaluate(config, policy, log, version=0)
+    if config.resume is None:
+        checkpoints.save(0, log)
 
     batches = log.waiting(log.collector) if log else None
-    for version in range(config.updates):
+    for version in range(start, config.updates):
         batch = learners.next_batch(batches)  # whole groups, each response once
-        share = learners.share(batch, group_size=config.group_size)
-        advantages = group_mean_advantages(share.reward, share.group_id, group_size=config.group_size)
-        with rounded_weights(model, config.wire):  # as the samplers hold them
-            log_probs, entropies = causal_lm_log_probs(
-                model,
-                share.token_ids,
-                share.cu_seqlens,
-                share.response_mask,
-                temperature=config.temperature,
-                # Each prompt is computed once for its group, but FSDP2 allows one forward: each row alone.
-                prompt_length=share.prompt_length if learners.size == 1 else None,
-                log_softmax=policy.kernels.log_softmax,
+        optimizer.zero_grad()
+        measured = compute_gradients(config, learners, policy, batch)
+        if config.record:
+            record_update(
+                checkpoints.folder, version, batch, learners=learners, model=model, loss=measured["loss"]
             )
-            if config.nominal_lag == 0 and config.kernels == "exact":
-                require_ratios_of_one(log_probs, share.behavior_log_probs, share.response_mask)
-            loss = reinforce_loss(
-                log_probs,
-                share.behavior_log_probs,  # recorded where each token was drawn
-                advantages,
-                share.response_mask,
-                cu_seqlens=share.cu_seqlens,
-                num_responses=batch.num_responses,
-            )
-            optimizer.zero_grad()
-            loss = learners.backward(loss)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm)
         optimizer.step()
         schedule.step()
 
-        weights = learners.full_weights(model)
-        measured = {"loss": loss, "grad_norm": learners.full(grad_norm)}
-        for name, values in (("log_probs", log_probs), ("entropies", entropies)):
-            measured[name] = learners.together(batch, values, group_size=config.group_size)
+        weights, grad_norm = learners.full_weights(model), learners.full(grad_norm)
         if log:
+            if config.deterministic:
+                log.collector.quiesce()
             log.collector.update_policy_weights_(weights)  # version + 1, in the background
-            log.update(version, batch, **measured)
+            log.update(version, batch, grad_norm=grad_norm, **measured)
             evaluate(config, policy, log, version=version + 1, weights=weights)
+        checkpoints.save(version + 1, log)  # a copy; the rest in the background
 
     if log:
         log.collector.shutdown()
         stop_samplers(channels)
-    return log.finish() if log else None
+    summary = log.finish() if log else None
+    checkpoints.close()
+    return summary
 
 
-def main(default: Config) -> None:
+def main(preset: Config | None = None) -> None:
     """Read the flags and run this process's part."""
-    config = parse(Config, default=default, description=Config.__doc__ or "")
+    config = parse(Config, default=default_config(preset), description=Config.__doc__ or "")
     run(
         partial(learn, config),
         run_sampler,
@@ -153,4 +186,4 @@ def main(default: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(Config())
+    main()

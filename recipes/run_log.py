@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,25 +17,16 @@ from torch import Tensor
 from torchrl.record.loggers import CSVLogger, Logger, TensorboardLogger
 from tqdm import tqdm
 
+from recipes.errors import RecipeError
+from recipes.run_folder import new_run_folder, write_config
+from recipes.summary import summary_text
 from rzero.audit import AuditReport
 from rzero.buffers import PackedBatch
 from rzero.collectors import AsyncRolloutCollector, LagReport, Scheduler, Simulation, WorkloadMeter, simulate
 from rzero.losses import ImportanceDiagnostics, importance_diagnostics
+from rzero.losses.diagnostics import RatioStatistics
 
 PREDICTED_UPDATES = 400
-
-
-def new_run_folder(root: Path, name: str) -> Path:
-    """``root/name-DATE-TIME``, created; a number is added if two runs start in one second."""
-    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for attempt in range(1000):
-        folder = root / (stem if attempt == 0 else f"{stem}-{attempt}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
-    raise RuntimeError(f"new_run_folder: {root} must have room for a run, got 1000 of {stem}")
 
 
 class RunLog:
@@ -45,15 +37,23 @@ class RunLog:
             ``config.json``.
         collector: Where the batches come from; it is asked how busy the samplers are.
         scheduler: Makes a fresh scheduler of the run's kind, for the prediction.
+        folder: The run's own; None makes one.
     """
 
     def __init__(
-        self, config: Any, collector: AsyncRolloutCollector, scheduler: Callable[[], Scheduler]
+        self,
+        config: Any,
+        collector: AsyncRolloutCollector,
+        scheduler: Callable[[], Scheduler],
+        *,
+        folder: Path | None = None,
     ) -> None:
         name = f"lag{config.nominal_lag}"
-        self.folder = new_run_folder(config.runs, name)
-        (self.folder / "config.json").write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
+        self.folder = folder or new_run_folder(config.runs, name)
+        write_config(self.folder, config)
         self._metrics = (self.folder / "metrics.jsonl").open("a", buffering=1)
+        for logger in ("csv", "tensorboard"):  # of a run that is resumed: written again from the metrics
+            shutil.rmtree(self.folder / logger, ignore_errors=True)
         self._loggers: list[Logger] = [CSVLogger("csv", log_dir=str(self.folder))]
         if config.tensorboard:
             self._loggers.append(TensorboardLogger("tensorboard", log_dir=str(self.folder)))
@@ -66,7 +66,7 @@ class RunLog:
         self._start = self._step_start = time.perf_counter()
         self._tokens = self._updates = 0
         self._audits: list[dict[str, Any]] = []
-        self._held_out: dict[int, float] = {}
+        self.accuracies: dict[int, float] = {}  # of held-out problems, by version
         self._bar = tqdm(total=config.updates, unit="update", dynamic_ncols=True, mininterval=1, desc=name)
 
     def waiting(self, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
@@ -157,7 +157,7 @@ class RunLog:
 
     def held_out(self, version: int, accuracy: float) -> None:
         """Note the held-out accuracy of the weights of a version."""
-        self._held_out[version] = accuracy
+        self.accuracies[version] = accuracy
         self._write({"version": version, "held_out_accuracy": accuracy}, step=version)
         self._bar.write(f"version {version}: held-out accuracy {accuracy:.3f}", file=sys.stderr)
 
@@ -167,20 +167,75 @@ class RunLog:
             self._audits.append({"version": version, "sampler": sampler, **report.to_dict()})
             self._bar.write(f"version {version}: audit of sampler {sampler}: {report}", file=sys.stderr)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything measured so far, and how far the file of metrics goes."""
+        return {
+            "metrics_bytes": self._metrics.tell(),
+            "lag": self.lag.counts(),
+            "diagnostics": None if self._diagnostics is None else asdict(self._diagnostics),
+            "meter": self._meter.state_dict(),
+            "wait_seconds": self._wait_seconds,
+            "seconds": self.seconds(),
+            "evaluation_seconds": self._evaluation_seconds,
+            "busy_seconds": self._busy_seconds(),
+            "tokens": self._tokens,
+            "updates": self._updates,
+            "audits": self._audits,
+            "accuracies": self.accuracies,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there: what was written later is cut off, and will be measured again.
+
+        Raises:
+            RecipeError: If the file of metrics is shorter than it was.
+        """
+        self._cut_metrics(state_dict["metrics_bytes"])
+        self.lag = LagReport(nominal_lag=self.lag.nominal_lag)
+        self.lag.add_counts(state_dict["lag"])
+        if state_dict["diagnostics"] is not None:
+            sums: dict[str, Any] = dict(state_dict["diagnostics"])
+            sums |= {level: RatioStatistics(**sums[level]) for level in ("tokens", "responses")}
+            self._diagnostics = ImportanceDiagnostics(**sums)
+        self._meter.load_state_dict(state_dict["meter"])
+        self._wait_seconds = state_dict["wait_seconds"]
+        self._evaluation_seconds = state_dict["evaluation_seconds"]
+        self._start = time.perf_counter() - state_dict["seconds"] - self._evaluation_seconds
+        self._busy_start = self.collector.busy_seconds() - state_dict["busy_seconds"]
+        self._busy_in_evaluation = 0.0
+        self._tokens, self._updates = state_dict["tokens"], state_dict["updates"]
+        self._audits, self.accuracies = state_dict["audits"], state_dict["accuracies"]
+        self._bar.update(self._updates)
+        self._step_start = time.perf_counter()
+
+    def _cut_metrics(self, size: int) -> None:
+        path = self.folder / "metrics.jsonl"
+        if path.stat().st_size < size:
+            raise RecipeError(
+                f"{path} must have at least the {size} bytes that the checkpoint knows, "
+                f"got {path.stat().st_size}"
+            )
+        self._metrics.truncate(size)
+        for row in map(json.loads, path.read_text().splitlines()):
+            self._log(row, step=row["update"] if "update" in row else row["version"])
+
     def seconds(self) -> float:
         """Wall time so far without evaluation."""
         return max(1e-9, time.perf_counter() - self._start - self._evaluation_seconds)
 
     def sampler_idle_share(self) -> float:
         """Share of the time without evaluation in which the samplers had nothing to sample."""
-        busy = self.collector.busy_seconds() - self._busy_start - self._busy_in_evaluation
-        return min(1.0, max(0.0, 1.0 - busy / self.seconds()))
+        return min(1.0, max(0.0, 1.0 - self._busy_seconds() / self.seconds()))
+
+    def _busy_seconds(self) -> float:
+        return self.collector.busy_seconds() - self._busy_start - self._busy_in_evaluation
 
     def prediction(self) -> Simulation:
         """What the run's own timings predict: a fresh scheduler of its kind under a virtual clock."""
         publisher = self.collector.publisher
         workload = self._meter.workload(
-            engines=len(self.collector.engines), publish_seconds=publisher.mean_seconds()
+            engines=len(self.collector.engines), publish_seconds=publisher.mean_seconds(),
+            reward_seconds=self.collector.seconds_outside(),
         )
         if self._updates < PREDICTED_UPDATES:  # The run's own beginning is a part of what it measured.
             return simulate(self._scheduler(), workload, updates=self._updates, warmup=0)
@@ -196,12 +251,12 @@ class RunLog:
         lag = self.lag.to_dict()
         assert self._diagnostics is not None
         ratios = self._diagnostics.to_dict()
-        versions = sorted(self._held_out)
+        versions = sorted(self.accuracies)
         summary = {
             "updates": self._updates,
-            "held_out_accuracy_before": self._held_out[versions[0]],
-            "held_out_accuracy_after": self._held_out[versions[-1]],
-            "held_out_accuracy": self._held_out,
+            "held_out_accuracy_before": self.accuracies[versions[0]],
+            "held_out_accuracy_after": self.accuracies[versions[-1]],
+            "held_out_accuracy": self.accuracies,
             "lag": lag,
             "ratio_mean": ratios["token/ratio_mean"],
             "ratio_second_moment": ratios["token/ratio_second_moment"],
@@ -226,33 +281,9 @@ class RunLog:
 
     def _write(self, row: dict[str, float], *, step: int) -> None:
         self._metrics.write(json.dumps(row) + "\n")
+        self._log(row, step=step)
+
+    def _log(self, row: dict[str, float], *, step: int) -> None:
         for logger in self._loggers:
             for name, value in row.items():
                 logger.log_scalar(name, value, step=step)
-
-
-def summary_text(summary: dict[str, Any], folder: Path) -> str:
-    """The summary as a person reads it."""
-    lag = summary["lag"]["token_mean"]["per_token"]
-    before, after = summary["held_out_accuracy_before"], summary["held_out_accuracy_after"]
-    return "\n".join(
-        [
-            "",
-            f"  updates              {summary['updates']} in {summary['seconds']:.0f} s, "
-            f"{summary['updates_per_second']:.2f} a second (evaluation, "
-            f"{summary['evaluation_seconds']:.0f} s, excluded)",
-            f"  held-out accuracy    {before:.3f} before, {after:.3f} after "
-            f"({100 * (after - before):+.1f} points)",
-            f"  lag per token        nominal {summary['lag']['nominal_lag']}; "
-            f"measured mean {lag['mean']:.2f}, p50 {lag['p50']:.0f}, "
-            f"p95 {lag['p95']:.0f}, max {lag['max']:.0f}; "
-            f"predicted mean {summary['lag']['predicted']['token_mean']:.2f}",
-            f"  importance ratio     mean {summary['ratio_mean']:.4f}, second moment "
-            f"{summary['ratio_second_moment']:.4f}, max {summary['ratio_max']:.2f}, "
-            f"effective sample size {summary['ess_fraction']:.3f}",
-            f"  idle                 learner {summary['learner_idle_share']:.1%}, "
-            f"samplers {summary['sampler_idle_share']:.1%}",
-            f"  sampled tokens       {summary['tokens_per_second']:.0f} a second",
-            f"  run folder           {folder}",
-        ]
-    )

@@ -96,6 +96,10 @@ class ReasoningTasks:
             if problem.question not in self._held_out_questions:
                 yield problem
 
+    def problem(self, prompt_id: int) -> Problem:
+        """The training problem of an index."""
+        return _problem(self._train, prompt_id)
+
     def score(self, problem: Problem, answer: str) -> float:
         """The verifier's score of an answer in [0, 1]; 1 is correct."""
         return float(self._train.score_answer(answer.strip(), problem.entry))

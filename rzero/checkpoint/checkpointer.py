@@ -151,7 +151,8 @@ class Checkpointer:
             version: As ``latest`` returned it.
             state: As in ``save``. The number of ranks may be another one: tensors are sharded as those that
                 the objects hold now.
-            rank_state: As in ``save``. A rank that did not save keeps its own, with a warning.
+            rank_state: As in ``save``; each rank reads its own without the others. A rank that did not save
+                keeps what it has, with a warning.
 
         Returns:
             The manifest.
@@ -160,15 +161,15 @@ class Checkpointer:
             CheckpointError: If the checkpoint does not hold one of the names.
         """
         folder = self._folder.of(version)
-        manifest = read_manifest(folder)
-        self._load(folder, "all", state)
+        manifest, names = read_manifest(folder), list(stored_tensors(folder))
+        if state:
+            self._load(folder, "all", state, names, self._group)
         if rank_state:
-            place, names = f"rank{self._rank}", list(rank_state)
-            if any(name.startswith(f"{place}/") for name in stored_tensors(folder)):
-                self._load(folder, place, rank_state)
+            place = f"rank{self._rank}"
+            if any(name.startswith(f"{place}/") for name in names):
+                self._load(folder, place, rank_state, names, None)
             else:
-                _LOG.warning("%s was not saved by %s, which keeps its own %s", folder, place, names)
-                self._load(folder, place, {})
+                _LOG.warning("%s was not saved by %s, which keeps its own %s", folder, place, [*rank_state])
         return manifest
 
     def versions(self) -> list[int]:
@@ -198,22 +199,26 @@ class Checkpointer:
                     self._folder.discard(partial)
                 raise
 
-    def _load(self, folder: Path, place: str, objects: Mapping[str, Stateful]) -> None:
-        stored = stored_tensors(folder)
+    def _load(
+        self,
+        folder: Path,
+        place: str,
+        objects: Mapping[str, Stateful],
+        stored: list[str],
+        group: ProcessGroup | None,
+    ) -> None:
         held: dict[str, Tensor | None] = {}
         for name, stateful in objects.items():
             prefix = f"{place}/{name}/"
             if f"{prefix}json" not in stored:
                 there = sorted({key.split("/")[1] for key in stored if key.startswith(f"{place}/")})
                 raise CheckpointError(f"checkpoint {folder}: must hold {name!r}, got {there}")
-            now = {f"{prefix}{key}": tensor for key, tensor in to_tensors(stateful.state_dict()).items()}
-            held |= {key: now.get(key) for key in stored if key.startswith(prefix)}
-        tensors = read_tensors(held, folder, self._group)
+            now = {} if group is None else to_tensors(stateful.state_dict())
+            held |= {k: now.get(k.removeprefix(prefix)) for k in stored if k.startswith(prefix)}
+        tensors = read_tensors(held, folder, group)
         for name, stateful in objects.items():
             prefix = f"{place}/{name}/"
-            own = {
-                key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
-            }
+            own = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
             stateful.load_state_dict(from_tensors(own))
 
 

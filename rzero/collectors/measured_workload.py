@@ -1,7 +1,8 @@
 """From what a run measured of itself to the `Workload` that predicts it."""
 
 from collections import deque
-from typing import final
+from collections.abc import Mapping
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -47,6 +48,20 @@ class WorkloadMeter:
         self._rows.append(torch.stack(columns).numpy())
         self._train_seconds.append(train_seconds)
         self._group_size = batch.num_responses // len(batch.group_id.unique())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is kept."""
+        return {
+            "rows": [torch.from_numpy(rows) for rows in self._rows],
+            "train_seconds": list(self._train_seconds),
+            "group_size": self._group_size,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep what ``state_dict`` returned instead."""
+        self._rows = deque((rows.numpy() for rows in state_dict["rows"]), maxlen=self._rows.maxlen)
+        self._train_seconds = deque(state_dict["train_seconds"], maxlen=self._train_seconds.maxlen)
+        self._group_size = state_dict["group_size"]
 
     def workload(self, *, engines: int, publish_seconds: float, reward_seconds: float = 0.0) -> Workload:
         """What was measured: lengths and rates of the engines, mean time of an update.

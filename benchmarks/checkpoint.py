@@ -1,0 +1,81 @@
+"""How long the learner stands still for a checkpoint, against its step.
+
+    torchrun --standalone --nproc-per-node=2 benchmarks/checkpoint.py
+
+Runs the default recipe with a checkpoint after every few updates and times each call that saves, which copies
+the state and waits for the checkpoint before, if that is still being written. Steps are timed as the recipe's
+log does.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.config import Config
+from recipes.launch import Channels, parse, run
+from recipes.learners import Learners
+from recipes.reinforce_zero import learn
+from recipes.samplers import run_sampler
+from rzero.checkpoint import Checkpointer
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig(Config):
+    """What a checkpoint costs the learner."""
+
+    updates: int = 200
+    """Updates."""
+    checkpoint_every: int = 10
+    """Updates between checkpoints."""
+    eval_every: int = 1_000_000
+    """Updates between measurements of held-out accuracy, which is not the subject."""
+
+
+@contextmanager
+def timed_saving(seconds: list[float]) -> Iterator[None]:
+    """Note how long each save keeps its caller."""
+    save = Checkpointer.save
+
+    def timed(self: Checkpointer, *args: Any, **kwargs: Any) -> None:
+        started = time.perf_counter()
+        save(self, *args, **kwargs)
+        seconds.append(time.perf_counter() - started)
+
+    Checkpointer.save = timed
+    try:
+        yield
+    finally:
+        Checkpointer.save = save
+
+
+def main() -> None:
+    """Run, and print both times."""
+    config = parse(BenchmarkConfig, default=BenchmarkConfig(), description=BenchmarkConfig.__doc__ or "")
+
+    def benchmark(learners: Learners, channels: Channels) -> None:
+        saving: list[float] = []
+        with timed_saving(saving):
+            summary = learn(config, learners, channels)
+        assert summary is not None
+        step = 1 / summary["updates_per_second"]
+        median, most = statistics.median(saving), max(saving)
+        print(f"\n  step                 {1000 * step:8.1f} ms, mean of {summary['updates']}")
+        print(f"  learner waits        {1000 * median:8.2f} ms a checkpoint, median of {len(saving)}")
+        print(f"                       {1000 * most:8.2f} ms at most")
+        print(f"  share of a step      {median / step:8.2%}")
+        path = Path(config.runs) / "checkpoint_benchmark.json"
+        path.write_text(json.dumps({"step_seconds": step, "save_seconds": saving}, indent=2) + "\n")
+        print(f"  {path}", flush=True)
+
+    run(benchmark, run_sampler)
+
+
+if __name__ == "__main__":
+    main()
