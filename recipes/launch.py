@@ -23,7 +23,7 @@ from recipes.errors import RecipeError
 from recipes.learners import Learners
 from recipes.supervise import is_supervised, supervise
 from rzero.collectors import Channel, open_channels
-from rzero.collectors.transport import ConnectionLost
+from rzero.collectors.transport import ConnectionLost, Message
 
 ConfigT = TypeVar("ConfigT")
 LEARNER = 0
@@ -93,6 +93,9 @@ def run(
         channels = open_channels(LEARNER, list(range(learners, world)))
         if dist.get_rank() < learners:
             learn(Learners(learners), channels)
+            for outgoing, _ in channels.values():
+                with contextlib.suppress(ConnectionLost):  # its rank has ended already
+                    outgoing.send(Message("stop"))
         else:
             sample(*channels[LEARNER])
         dist.destroy_process_group()

@@ -23,7 +23,7 @@ from recipes.errors import require_least
 from recipes.launch import Channels, parse, run
 from recipes.learners import Learners
 from recipes.run_log import RunLog
-from recipes.samplers import run_sampler, start_samplers, stop_samplers
+from recipes.samplers import run_sampler, start_samplers
 from recipes.show_trajectory import most_eventful, show_trajectory
 from rzero.buffers import ProvenanceReplayBuffer, TokenLogStorage
 from rzero.collectors import (
@@ -149,7 +149,6 @@ def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, A
             tqdm.write(f"a trajectory that update {version} learned from\n{shown}")
         evaluate(version + 1)
     collector.shutdown()
-    stop_samplers(channels)
     return log.finish()
 
 

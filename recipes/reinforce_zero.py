@@ -26,7 +26,7 @@ from recipes.policy import Policy, load_policy
 from recipes.recording import record_update
 from recipes.resume import RunCheckpoints
 from recipes.run_log import RunLog
-from recipes.samplers import run_sampler, start_samplers, stop_samplers
+from recipes.samplers import run_sampler, start_samplers
 from recipes.tasks import ReasoningTasks
 from rzero.buffers import PackedBatch, ProvenanceReplayBuffer, TokenLogStorage
 from rzero.collectors import (
@@ -168,7 +168,6 @@ def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, A
 
     if log:
         log.collector.shutdown()
-        stop_samplers(channels)
     summary = log.finish() if log else None
     checkpoints.close()
     return summary

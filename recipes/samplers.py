@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tempfile
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import transformers
 
 from recipes.policy import Policy, new_model
 from rzero.collectors import Channel, GenerationEngine, RemoteEngine, TransformersEngine, serve_engine
-from rzero.collectors.transport import ConnectionLost, Message
+from rzero.collectors.transport import Message
 
 
 def start_samplers(
@@ -38,13 +37,6 @@ def start_samplers(
     for outgoing, _ in channels.values():
         outgoing.send(Message("start", text=settings))
     return [RemoteEngine(outgoing, incoming) for outgoing, incoming in channels.values()]
-
-
-def stop_samplers(channels: dict[int, tuple[Channel, Channel]]) -> None:
-    """On the learner's rank, when all engines are closed: let the samplers' ranks end."""
-    for outgoing, _ in channels.values():
-        with contextlib.suppress(ConnectionLost):  # its rank has ended already
-            outgoing.send(Message("stop"))
 
 
 def run_sampler(outgoing: Channel, incoming: Channel) -> None:
