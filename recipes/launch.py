@@ -91,8 +91,10 @@ def run(
             sys.exit(0)
         _connect()
         channels = open_channels(LEARNER, list(range(learners, world)))
+        # Every rank must take part in making a group, also those outside it.
+        saving_group = dist.new_group(list(range(learners)), backend="gloo") if learners > 1 else None
         if dist.get_rank() < learners:
-            learn(Learners(learners), channels)
+            learn(Learners(learners, saving_group), channels)
             for outgoing, _ in channels.values():
                 with contextlib.suppress(ConnectionLost):  # its rank has ended already
                     outgoing.send(Message("stop"))

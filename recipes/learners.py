@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,11 @@ class Learners:
 
     Args:
         size: How many ranks learn; with 1 nothing is communicated.
+        saving_group: The same ranks as a group that nothing but checkpoints uses, if there are several.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, saving_group: dist.ProcessGroup | None = None) -> None:
+        self.size, self.saving_group = size, saving_group
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._mesh = DeviceMesh("cpu", list(range(size))) if size > 1 else None
 
@@ -55,13 +56,6 @@ class Learners:
             return str(text)
         data = None if text is None else torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return bytes(self._broadcast_bytes(data).tolist()).decode()
-
-    def new_group(self) -> dist.ProcessGroup | None:
-        """The learners as a process group that nothing else uses yet; None if there is one."""
-        if self._mesh is None:
-            return None
-        group = dist.new_group(list(range(self.size)), backend="gloo", use_local_synchronization=True)
-        return cast(dist.ProcessGroup, group)
 
     def shard(self, model: Any) -> None:
         """Spread parameters, gradients and optimizer state over the learners, layer by layer, in place."""

@@ -55,7 +55,7 @@ class RunCheckpoints:
                     self.folder / "checkpoints",
                     keep_last=None if config.record else KEPT,
                     config=_plain(asdict(config)),
-                    group=learners.new_group(),
+                    group=learners.saving_group,
                 )
 
     def resume_training(self) -> int:

@@ -1,5 +1,6 @@
 """Runs that are killed at any instant go on: nothing lost, nothing twice, and the same bits if promised."""
 
+import itertools
 import json
 import os
 import random
@@ -167,10 +168,12 @@ def same_weights(run, other):
 def test_killed_runs_lose_nothing_and_use_nothing_twice(ranks, whole, tmp_path, method, kills):
     whole(method)
     chance, done = random.Random(method), 0
-    while done < kills:
+    for attempt in itertools.count():
+        if done >= kills:
+            break
         run, killed = interrupted(
             ranks,
-            tmp_path / str(done),
+            tmp_path / str(attempt),
             method,
             kills=kills - done,
             seconds=whole.seconds[method],
