@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,8 @@ def run(
         _connect()
         channels = open_channels(LEARNER, list(range(learners, world)))
         # Every rank must take part in making a group, also those outside it.
-        saving_group = dist.new_group(list(range(learners)), backend="gloo") if learners > 1 else None
+        group = dist.new_group(list(range(learners)), backend="gloo") if learners > 1 else None
+        saving_group = cast(dist.ProcessGroup | None, group)
         if dist.get_rank() < learners:
             learn(Learners(learners, saving_group), channels)
             for outgoing, _ in channels.values():
