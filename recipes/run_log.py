@@ -234,7 +234,8 @@ class RunLog:
         """What the run's own timings predict: a fresh scheduler of its kind under a virtual clock."""
         publisher = self.collector.publisher
         workload = self._meter.workload(
-            engines=len(self.collector.engines), publish_seconds=publisher.mean_seconds(),
+            engines=len(self.collector.engines),
+            publish_seconds=publisher.mean_seconds(),
             reward_seconds=self.collector.seconds_outside(),
         )
         if self._updates < PREDICTED_UPDATES:  # The run's own beginning is a part of what it measured.
