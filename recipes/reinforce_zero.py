@@ -128,6 +128,7 @@ def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, A
             temperature=config.temperature,
             warm_up_steps=config.warm_up_steps,
             kernels=config.kernels,
+            head_size=32 if config.engine == "vllm" else 16,  # vLLM's attention for CPUs takes no less
         )
     model = policy.model
     learners.shard(model)
