@@ -102,6 +102,7 @@ def _load_policy(config: Config) -> Policy:
         temperature=config.temperature,
         warm_up_steps=config.warm_up_steps,
         kernels=config.kernels,
+        head_size=32 if config.engine == "vllm" else 16,
     )
 
 
