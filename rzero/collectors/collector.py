@@ -223,9 +223,8 @@ class AsyncRolloutCollector(BaseCollector):
         if not given:
             return self.publisher.update_weights()
         new = policy_weights(given[0])
-        if isinstance(
-            given[0], TensorDictBase
-        ):  # It may name tied weights twice, and buffers that never travel.
+        if isinstance(given[0], TensorDictBase):
+            # It may name tied weights twice, and buffers that never travel.
             held = self.engines[0].weight_digests()
             new = {name: tensor for name, tensor in new.items() if name in held}
         self.publisher.publish_async(new, self._scheduler.learner_version)
