@@ -22,7 +22,7 @@ from rzero.collectors.engine_pool import EnginePool
 from rzero.collectors.failures import FailureCounts, GroupFailed
 from rzero.collectors.group_sampler import GroupSampler
 from rzero.collectors.interaction import Interaction
-from rzero.collectors.pack_completions import pack_completions
+from rzero.collectors.pack_completions import group_fields, pack_groups
 from rzero.collectors.prompt import Prompt
 from rzero.collectors.publisher import PublishReport, WeightPublisher
 from rzero.collectors.rewards import RewardFunction, SingleTurn
@@ -377,8 +377,8 @@ class AsyncRolloutCollector(BaseCollector):
         """Hand over what may be handed over, then start what may start."""
         with self._lock:
             released = [self._state.finished.pop(ticket) for ticket in self._scheduler.release()]
-        for group in released:
-            self._buffer.extend(group)
+        if released:
+            self._buffer.extend(pack_groups(released))
         while True:
             with self._lock:
                 ticket = self._scheduler.admit()
@@ -388,7 +388,7 @@ class AsyncRolloutCollector(BaseCollector):
 
     def _accept(self, ticket: int, completions: list[Completion], rewards: list[float]) -> None:
         self._failures.succeeded()
-        group = pack_completions(completions, rewards)
+        group = group_fields(completions, rewards)
         with self._lock:
             self._state.finished[ticket] = group
             self._scheduler.accept(ticket)

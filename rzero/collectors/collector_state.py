@@ -9,11 +9,11 @@ from typing import Any, final
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from rzero.buffers import PackedBatch, ProvenanceReplayBuffer
+from rzero.buffers import ProvenanceReplayBuffer
 from rzero.collectors.failures import FailureCounts
 from rzero.collectors.group_sampler import GroupSampler
 from rzero.collectors.interaction import Interaction
-from rzero.collectors.pack_completions import join_groups, split_groups
+from rzero.collectors.pack_completions import Fields, join_groups, split_groups
 from rzero.collectors.prompt import Prompt, PromptStream
 from rzero.collectors.scheduler import Scheduler
 
@@ -45,7 +45,7 @@ class CollectorState:
     failures: FailureCounts
     interaction: Interaction
     group_size: int
-    finished: dict[int, PackedBatch] = field(default_factory=dict)
+    finished: dict[int, Fields] = field(default_factory=dict)
     frames: int = 0
     batches: int = 0
 

@@ -107,16 +107,16 @@ class Clock:
 def packed_rows(
     prompts: Sequence[Sequence[int]],
     response_lengths: Sequence[int],
-    response: Tensor,
-    behavior_log_probs: Tensor,
-    policy_version: Tensor,
+    response: Tensor | np.ndarray,
+    behavior_log_probs: Tensor | np.ndarray,
+    policy_version: Tensor | np.ndarray,
 ) -> dict[str, np.ndarray]:
     """The token fields of whole rows, prompts included, end to end, from those of their responses.
 
     Args:
         prompts: B prompts of token ids.
         response_lengths: B.
-        response: int [R], responses end to end.
+        response: int [R], responses end to end, on the CPU like all others.
         behavior_log_probs: float32 [R].
         policy_version: int32 [R]; -1, beside a log-probability of NaN, where an environment spoke.
 
@@ -131,11 +131,11 @@ def packed_rows(
     ids[~in_response] = np.fromiter(
         chain.from_iterable(prompts), dtype=np.int32, count=len(in_response) - int(in_response.sum())
     )
-    ids[in_response] = response.cpu().numpy()
+    ids[in_response] = np.asarray(response)
     log_probs = np.full(len(in_response), np.nan, dtype=np.float32)
-    log_probs[in_response] = behavior_log_probs.cpu().numpy()
+    log_probs[in_response] = np.asarray(behavior_log_probs)
     version = np.full(len(in_response), -1, dtype=np.int32)
-    version[in_response] = policy_version.cpu().numpy()
+    version[in_response] = np.asarray(policy_version)
     bounds = np.concatenate([[0], np.cumsum(np.asarray(spans, dtype=np.int64).reshape(-1, 2).sum(1))])
     return {
         "token_ids": ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,7 +31,8 @@ class _Group:
 class GroupSampler:
     """Samples groups, each on one engine, and says once of each whether it is complete or has failed.
 
-    Everything happens in the thread that calls ``start`` and runs the events.
+    Everything happens in the thread that calls ``start`` and runs the events, but for completions, which the
+    engines' threads put down.
 
     Args:
         pool: The engines.
@@ -59,6 +61,7 @@ class GroupSampler:
         self._accept, self._fail = accept, fail
         self._group_size, self._max_new_tokens, self.seed = group_size, max_new_tokens, seed
         self._groups: dict[int, _Group] = {}
+        self._lock = threading.Lock()  # guards what is missing of a group
         self._outside_ns = self._accepted = 0
 
     @property
@@ -95,33 +98,41 @@ class GroupSampler:
         except EngineLost as error:
             future = Future()
             future.set_exception(error)
-        future.add_done_callback(
-            lambda future: self._events.put(partial(self._responded, future, engine, request))
-        )
+        future.add_done_callback(partial(self._responded, engine, request))
 
-    def _responded(self, future: Future[Completion], engine: int, request: GenerationRequest) -> None:
-        """Note a completion; the last of its group asks for the rewards."""
+    def _responded(self, engine: int, request: GenerationRequest, future: Future[Completion]) -> None:
+        """Put a completion down, in the engine's thread; the last of its group is an event, as any error."""
         self._pool.give_back(engine)
-        ticket = request.group_id
-        try:
-            completion = future.result()
-        except GroupFailed as error:
-            return self._give_up(ticket, error)
-        except EngineLost as error:
-            self._pool.lose(engine, error)
-            if ticket in self._groups:
-                self._respond(self._pool.take(1), request)
+        if future.cancelled() or future.exception() is not None:
+            self._events.put(partial(self._broken, future, engine, request))
             return
-        group = self._groups.get(ticket)
+        group = self._groups.get(request.group_id)
         if group is None:
             return  # it failed by another of its responses
-        group.completions[request.sample_index] = completion
-        group.missing -= 1
-        if group.missing == 0:
-            completions = [c for c in group.completions if c is not None]
-            self._interaction.rewards(group.prompt, completions).add_done_callback(
-                lambda future: self._events.put(partial(self._rewarded, future, ticket, completions))
-            )
+        with self._lock:
+            group.completions[request.sample_index] = future.result()
+            group.missing -= 1
+            complete = group.missing == 0
+        if complete:
+            self._events.put(partial(self._sampled, request.group_id))
+
+    def _broken(self, future: Future[Completion], engine: int, request: GenerationRequest) -> None:
+        try:
+            future.result()
+        except GroupFailed as error:
+            self._give_up(request.group_id, error)
+        except EngineLost as error:
+            self._pool.lose(engine, error)
+            if request.group_id in self._groups:
+                self._respond(self._pool.take(1), request)
+
+    def _sampled(self, ticket: int) -> None:
+        """Ask for the rewards of a group of which every response is there."""
+        group = self._groups[ticket]
+        completions = [c for c in group.completions if c is not None]
+        self._interaction.rewards(group.prompt, completions).add_done_callback(
+            lambda future: self._events.put(partial(self._rewarded, future, ticket, completions))
+        )
 
     def _rewarded(self, future: Future[list[float]], ticket: int, completions: list[Completion]) -> None:
         try:

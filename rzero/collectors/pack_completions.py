@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,16 +13,23 @@ from rzero.buffers import ROW_FIELDS, TOKEN_FIELDS, PackedBatch
 from rzero.collectors.engine import Completion, packed_rows
 
 
-def pack_completions(completions: Sequence[Completion], rewards: Sequence[float]) -> PackedBatch:
-    """Completions with their rewards, as the buffer takes them."""
+# NumPy's calls are short and keep the interpreter's lock; each of torch's gives it to the learner's thread.
+_NUMPY_DTYPES = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in ROW_FIELDS.items()}
+
+Fields = Mapping[str, Tensor]
+"""Whole responses end to end, as the fields of a ``PackedBatch`` without ``cu_seqlens``."""
+
+
+def group_fields(completions: Sequence[Completion], rewards: Sequence[float]) -> Fields:
+    """The completions of a group with their rewards."""
     requests = [c.request for c in completions]
     lengths = [c.response.shape[0] for c in completions]
     rows = packed_rows(
         [r.prompt for r in requests],
         lengths,
-        torch.cat([c.response for c in completions]),
-        torch.cat([c.behavior_log_probs for c in completions]),
-        torch.cat([c.policy_version for c in completions]),
+        np.concatenate([c.response.numpy() for c in completions]),
+        np.concatenate([c.behavior_log_probs.numpy() for c in completions]),
+        np.concatenate([c.policy_version.numpy() for c in completions]),
     )
     numbers: dict[str, list[Any]] = {
         "uid": [r.uid for r in requests],
@@ -38,33 +46,33 @@ def pack_completions(completions: Sequence[Completion], rewards: Sequence[float]
         "t_first_ns": [c.t_first_ns for c in completions],
         "t_done_ns": [c.t_done_ns for c in completions],
     }
-    packed: dict[str, Any] = {name: torch.from_numpy(values) for name, values in rows.items()}
-    packed |= {name: torch.tensor(numbers[name], dtype=dtype) for name, dtype in ROW_FIELDS.items()}
-    packed["digest"] = torch.stack([c.digest for c in completions])
-    return PackedBatch(**packed)
+    columns = {name: rows[name] for name in TOKEN_FIELDS}
+    columns |= {name: np.array(numbers[name], dtype=dtype) for name, dtype in _NUMPY_DTYPES.items()}
+    columns["digest"] = np.stack([c.digest.numpy() for c in completions])
+    return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
-def join_groups(groups: Sequence[PackedBatch]) -> dict[str, Tensor]:
-    """The fields of several groups end to end, as plain tensors; none for no group."""
+def join_groups(groups: Sequence[Fields]) -> dict[str, Tensor]:
+    """Several groups end to end; no field for no group."""
     if not groups:
         return {}
-    return {
-        name: torch.cat([getattr(group, name) for group in groups])
-        for name in (*TOKEN_FIELDS, *ROW_FIELDS, "digest")
-    }
+    return {name: torch.cat([group[name] for group in groups]) for name in groups[0]}
 
 
-def split_groups(fields: Mapping[str, Tensor], *, group_size: int) -> list[PackedBatch]:
+def split_groups(fields: Fields, *, group_size: int) -> list[Fields]:
     """The inverse of ``join_groups``."""
     if not fields:
         return []
     tokens = (fields["prompt_length"] + fields["response_length"]).long()
     sizes = tokens.view(-1, group_size).sum(1).tolist()
-    columns = {name: fields[name].split(sizes) for name in TOKEN_FIELDS}
-    rows = {name: fields[name].split(group_size) for name in (*ROW_FIELDS, "digest")}
-    offsets = [torch.nn.functional.pad(part.cumsum(0), (1, 0)) for part in tokens.split(group_size)]
-    groups = []
-    for k, cu_seqlens in enumerate(offsets):
-        group: dict[str, Any] = {name: parts[k] for name, parts in (columns | rows).items()}
-        groups.append(PackedBatch(cu_seqlens=cu_seqlens, **group))
-    return groups
+    columns = {
+        name: field.split(sizes if name in TOKEN_FIELDS else group_size) for name, field in fields.items()
+    }
+    return [{name: parts[k] for name, parts in columns.items()} for k in range(len(sizes))]
+
+
+def pack_groups(groups: Sequence[Fields]) -> PackedBatch:
+    """At least one group, as the buffer takes them."""
+    fields: dict[str, Any] = join_groups(groups)
+    lengths = (fields["prompt_length"] + fields["response_length"]).long()
+    return PackedBatch(cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), **fields)

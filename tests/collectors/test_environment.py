@@ -24,7 +24,7 @@ from rzero.collectors import (
     weight_digests,
 )
 from rzero.collectors.hashing import stream_seed
-from rzero.collectors.pack_completions import pack_completions
+from rzero.collectors.pack_completions import group_fields, pack_groups
 from rzero.kernels.causal_lm import causal_lm_log_probs
 from rzero.losses import group_mean_advantages, reinforce_loss
 from tests.collectors.conftest import EOS, VOCABULARY, llama, request
@@ -139,11 +139,11 @@ def test_weights_may_change_between_turns_and_within_one(make_engine):
     [row], _ = play(engine, lambda: Swapping(turns=2))
     swapping[0].join()
     assert row.policy_version.tolist() == [3, 3, -1, -1, -1, 4, 4, 5]
-    [rollout] = unpack(pack_completions([row], [row.reward]))
+    [rollout] = unpack(pack_groups([group_fields([row], [row.reward])]))
     assert segments(rollout) == [(0, 2, 3), (5, 7, 4), (7, 8, 5)]
     # Three versions and eight tokens, of which five were sampled: lags 3, 3, 2, 2, 1 at learner version 6.
     report = LagReport(nominal_lag=2)
-    batch = pack_completions([row], [row.reward])
+    batch = pack_groups([group_fields([row], [row.reward])])
     report.update(batch.policy_version, batch.response_mask, batch.cu_seqlens, learner_version=6)
     assert report.tokens == 5
     assert report.means() == {"start": 3.0, "end": 1.0, "token_mean": 11 / 5}
@@ -152,7 +152,7 @@ def test_weights_may_change_between_turns_and_within_one(make_engine):
 def trajectories(make_engine):
     requests = [request(uid, max_new_tokens=60) for uid in range(GROUP)]
     rows, _ = play(make_engine(llama(0), eos_token_ids=ENDS), Counting, requests=requests)
-    return pack_completions(rows, [1.0, 0.0, 2.0, 0.5])
+    return pack_groups([group_fields(rows, [1.0, 0.0, 2.0, 0.5])])
 
 
 def gradient(batch, log_probs):

@@ -13,7 +13,7 @@ from recipes.tasks import ReasoningTasks
 from recipes.tiny_model import _supervised_batch, character_tokenizer
 from rzero.collectors import Prompt
 from rzero.collectors.engine import Completion, packed_rows, row_digests
-from rzero.collectors.pack_completions import pack_completions
+from rzero.collectors.pack_completions import group_fields, pack_groups
 from tests.collectors.conftest import request
 
 EXPRESSIONS = st.recursive(
@@ -119,7 +119,7 @@ def test_a_trajectory_is_shown_with_masks_and_versions():
         completion(1, played, [3, 3, 3, 4, -1, -1, -1, 5, 5], tokenizer),
         completion(2, played, [3, 4, 5, 6, -1, -1, -1, 7, 8], tokenizer),
     ]
-    batch = pack_completions(rows, [1.0, 1.0, 0.0])
+    batch = pack_groups([group_fields(rows, [1.0, 1.0, 0.0])])
     assert most_eventful(batch) == 1
     assert show_trajectory(batch, 1, tokenizer).splitlines() == [
         "  reward 1",
