@@ -12,7 +12,7 @@ import torch
 
 from recipes.errors import RecipeError, require_least
 
-LEAST = {"nominal_lag": 0, "updates": 1, "prompts_per_update": 1, "group_size": 2, "max_new_tokens": 1}
+LEAST = {"nominal_lag": 0, "updates": 1, "prompts_per_update": 1, "group_size": 1, "max_new_tokens": 1}
 LEAST |= {
     "learners": 1,
     "in_flight": 0,
@@ -28,6 +28,17 @@ LEAST |= {
 MAY_CHANGE = {"updates", "eval_every", "audit_every", "checkpoint_every", "record", "tensorboard", "runs"}
 MAY_CHANGE |= {"resume", "learners", "max_slots", "tolerate_failures"}
 
+Objective = Literal[
+    "reinforce_zero",
+    "no_importance_weight",
+    "recomputed_behavior",
+    "ppo_clip",
+    "batch_mean",
+    "trust_gate",
+    "flash_reinforce",
+]
+ONE_RESPONSE_IS_ENOUGH = {"batch_mean", "flash_reinforce"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -41,6 +52,8 @@ class Config:
     is whatever that makes it; with 0, credits hold its mean at ``nominal_lag``."""
     updates: int = 2000
     """Optimizer updates."""
+    objective: Objective = "reinforce_zero"
+    """What an update minimises: the method, or an ablation of it (``recipes/objectives.py``)."""
     tasks: tuple[str, ...] = ("basic_arithmetic",)
     """Data sets of reasoning-gym, mixed in equal parts; each NAME or NAME:KEY=VALUE,KEY=VALUE."""
     model: Path | None = None
@@ -49,7 +62,7 @@ class Config:
     prompts_per_update: int = 32
     """Groups in an update."""
     group_size: int = 8
-    """Responses per prompt, at least 2."""
+    """Responses per prompt; at least 2 where the mean of a group is the baseline."""
     max_new_tokens: int = 16
     """Length limit of a response, in tokens."""
     temperature: float = 1.0
@@ -102,6 +115,8 @@ class Config:
     def __post_init__(self) -> None:
         """Refuse what cannot be run."""
         require_least(self, LEAST)
+        if self.objective not in ONE_RESPONSE_IS_ENOUGH:
+            require_least(self, {"group_size": 2})
         if self.in_flight and not self.nominal_lag:
             raise RecipeError("--in-flight needs a queue: --nominal-lag must be at least 1, got 0")
         if self.in_flight and self.deterministic:
@@ -146,7 +161,7 @@ def default_config(preset: Config | None) -> Config:
     """What the flags of this process change: a preset, or the config of the run that is resumed.
 
     Args:
-        preset: None if the recipe stands for no nominal lag of its own.
+        preset: None if the recipe stands for no nominal lag and no objective of its own.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", type=Path)
@@ -155,6 +170,11 @@ def default_config(preset: Config | None) -> Config:
         return preset or Config()
     try:
         saved = saved_config(run)
-        return saved if preset is None else replace(saved, nominal_lag=preset.nominal_lag)
+        if preset is None:
+            return saved
+        named: dict[str, Any] = {"nominal_lag": preset.nominal_lag}
+        if preset.objective != Config.objective:
+            named["objective"] = preset.objective
+        return replace(saved, **named)
     except RecipeError:  # The flags are going to be refused for it.
         return preset or Config()

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=2 recipes/reinforce_zero.py --nominal-lag 2
 
-The first rank learns, every other rank samples. ``sync.py``, ``lag2.py`` and ``lag8.py`` are presets of this
-file.
+The first rank learns, every other rank samples. ``sync.py``, ``lag2.py``, ``lag8.py`` and
+``flash_reinforce.py`` are presets of this file.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from recipes.evaluation import evaluate
 from recipes.kernel_choice import require_ratios_of_one
 from recipes.launch import Channels, parse, run
 from recipes.learners import Learners
+from recipes.objectives import OBJECTIVES
 from recipes.policy import Policy, load_policy
 from recipes.recording import record_update
 from recipes.resume import RunCheckpoints
@@ -40,7 +41,6 @@ from rzero.collectors import (
     strict,
 )
 from rzero.kernels.causal_lm import causal_lm_log_probs
-from rzero.losses import group_mean_advantages, reinforce_loss
 
 
 def new_scheduler(config: Config, *, version: int = 0) -> Scheduler:
@@ -82,8 +82,9 @@ def compute_gradients(
     config: Config, learners: Learners, policy: Policy, batch: PackedBatch
 ) -> dict[str, Tensor]:
     """Add the gradients of a batch to the model's; returns the loss, log-probabilities and entropies."""
+    objective = OBJECTIVES[config.objective]
     share = learners.share(batch, group_size=config.group_size)
-    advantages = group_mean_advantages(share.reward, share.group_id, group_size=config.group_size)
+    advantages = objective.advantages(share, batch, config.group_size)
     with rounded_weights(policy.model, config.wire):  # as the samplers hold them
         log_probs, entropies = causal_lm_log_probs(
             policy.model,
@@ -97,14 +98,7 @@ def compute_gradients(
         )
         if config.nominal_lag == 0 and config.kernels == "exact":
             require_ratios_of_one(log_probs, share.behavior_log_probs, share.response_mask)
-        loss = reinforce_loss(
-            log_probs,
-            share.behavior_log_probs,  # recorded where each token was drawn
-            advantages,
-            share.response_mask,
-            cu_seqlens=share.cu_seqlens,
-            num_responses=batch.num_responses,
-        )
+        loss = objective.loss(log_probs, share, advantages, batch.num_responses)
         loss = learners.backward(loss)
     tokens = {"log_probs": log_probs, "entropies": entropies}
     whole = {name: learners.together(batch, x, group_size=config.group_size) for name, x in tokens.items()}

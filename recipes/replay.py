@@ -23,13 +23,13 @@ from torch.nn.utils import clip_grad_norm_
 from recipes.config import Config, saved_config
 from recipes.errors import RecipeError
 from recipes.learners import Learners
+from recipes.objectives import OBJECTIVES
 from recipes.policy import Policy, load_policy
 from recipes.recording import RecordedUpdate, gradient_digests, read_update
 from recipes.reinforce_zero import compute_gradients, new_optimizer
 from recipes.tasks import ReasoningTasks
 from rzero.buffers import segments, unpack
 from rzero.checkpoint import Checkpointer, CheckpointError, TrainingState
-from rzero.losses import group_mean_advantages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,8 @@ def describe(replayed: Replayed, *, update: int, responses: int = 0) -> Iterator
     yield f"gradients  {same} of {len(recorded.gradients)} parameters have the recorded bits"
     if recorded.learners > 1:
         yield f"           {recorded.learners} ranks learned, one computes now: equal to rounding only"
-    advantages = group_mean_advantages(batch.reward, batch.group_id, group_size=replayed.config.group_size)
+    objective = OBJECTIVES[replayed.config.objective]
+    advantages = objective.advantages(batch, batch, replayed.config.group_size)
     ratios = torch.where(batch.response_mask, replayed.log_probs - batch.behavior_log_probs, 0.0).exp()
     decode = replayed.policy.tokenizer.decode
     for index, row in enumerate(unpack(batch)[: responses or None]):
