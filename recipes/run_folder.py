@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from recipes.machine import describe_start
+
 
 def new_run_folder(root: Path, name: str) -> Path:
     """``root/name-DATE-TIME``, created; a number is added if two runs start in one second."""
@@ -23,7 +25,9 @@ def new_run_folder(root: Path, name: str) -> Path:
 
 
 def write_config(folder: Path, config: Any) -> None:
-    """``config.json``, replaced atomically."""
+    """``config.json``, replaced atomically, and one more line of ``starts.jsonl``: on what it runs."""
     partial = folder / "config.json.partial"
     partial.write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
     partial.replace(folder / "config.json")
+    with (folder / "starts.jsonl").open("a") as starts:
+        starts.write(json.dumps(describe_start()) + "\n")
