@@ -54,5 +54,5 @@ def play_held_out(
             seed=HELD_OUT_SEED + index,
         )
         prompt = Prompt(prompt_id=problem.prompt_id, token_ids=token_ids, problem=problem)
-        futures.append(interaction.respond(engines[index % len(engines)], prompt, request))
+        futures.append(interaction.play(engines[index % len(engines)], prompt, request))
     return [cast(Trajectory, future.result(timeout=ANSWER_SECONDS)) for future in futures]

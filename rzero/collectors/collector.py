@@ -22,7 +22,7 @@ from rzero.collectors.engine_pool import EnginePool
 from rzero.collectors.failures import FailureCounts, GroupFailed
 from rzero.collectors.group_sampler import GroupSampler
 from rzero.collectors.interaction import Interaction
-from rzero.collectors.pack_completions import group_fields, pack_groups
+from rzero.collectors.pack_completions import group_fields, pack_groups, split_groups
 from rzero.collectors.prompt import Prompt
 from rzero.collectors.publisher import PublishReport, WeightPublisher
 from rzero.collectors.rewards import RewardFunction, SingleTurn
@@ -102,9 +102,10 @@ class AsyncRolloutCollector(BaseCollector):
         self._scheduler, self._buffer, self._timeout = scheduler, buffer, timeout
         self._postproc = postproc
         self._lock = threading.Lock()  # guards the scheduler and what has finished
-        self._boundary = threading.Condition()  # held while an event is handled; between two, all agrees
+        self._boundary = threading.Condition()  # held while events are handled; otherwise all agrees
         self._error: BaseException | None = None
         self._failures = FailureCounts(patience=scheduler.capacity)
+        self._accepted: list[tuple[int, list[Completion], list[float]]] = []  # empty when all agrees
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sampler = GroupSampler(
             self._pool,
@@ -326,7 +327,7 @@ class AsyncRolloutCollector(BaseCollector):
                 )
 
     def state_dict(self) -> OrderedDict:
-        """Everything that is not with the learner, as it stands between two events, in tensors and JSON.
+        """Everything that is not with the learner, as it stands between events, in tensors and JSON.
 
         The scheduler, the prompts' cursor, the groups that wait here or in the buffer, the failures, the
         state of the reward function if it has one. Of the groups in flight it holds the prompts' ids: they
@@ -356,14 +357,17 @@ class AsyncRolloutCollector(BaseCollector):
 
     def _run(self) -> None:
         try:
+            with self._boundary:
+                self._advance()
             while not self._stopping:
+                events = drain(self._events)
                 with self._boundary:
-                    self._advance()
-                for event in drain(self._events):
-                    if event is not None:
-                        with self._boundary:
+                    for event in events:
+                        if event is not None:
                             event()
-                            self._boundary.notify_all()
+                    self._pack_accepted()
+                    self._advance()
+                    self._boundary.notify_all()
         except BaseException as error:
             self._abort(error)
 
@@ -388,10 +392,20 @@ class AsyncRolloutCollector(BaseCollector):
 
     def _accept(self, ticket: int, completions: list[Completion], rewards: list[float]) -> None:
         self._failures.succeeded()
-        group = group_fields(completions, rewards)
+        self._accepted.append((ticket, completions, rewards))
+
+    def _pack_accepted(self) -> None:
+        """Pack what a series of events completed, all at once."""
+        accepted, self._accepted = self._accepted, []
+        if not accepted:
+            return
+        completions = [completion for _, group, _ in accepted for completion in group]
+        fields = group_fields(completions, [reward for _, _, rewards in accepted for reward in rewards])
+        groups = split_groups(fields, group_size=self._state.group_size)
         with self._lock:
-            self._state.finished[ticket] = group
-            self._scheduler.accept(ticket)
+            for (ticket, _, _), group in zip(accepted, groups, strict=True):
+                self._state.finished[ticket] = group
+                self._scheduler.accept(ticket)
 
     def _fail(self, ticket: int, error: GroupFailed) -> None:
         with self._lock:

@@ -178,6 +178,10 @@ class GenerationEngine(Protocol):
         """Queue a request; the future resolves to its completion, or raises what went wrong in the engine."""
         ...
 
+    def submit_group(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
+        """Queue at least one request; the future resolves when all are complete, in their order."""
+        ...
+
     def pause(self) -> None:
         """Stop at the next token boundary and return when there."""
         ...

@@ -51,10 +51,10 @@ class EnginePool:
             self._load[index] += responses
             return index
 
-    def give_back(self, index: int) -> None:
-        """One response of an engine is over."""
+    def give_back(self, index: int, responses: int) -> None:
+        """So many responses of an engine are over."""
         with self._lock:
-            self._load[index] -= 1
+            self._load[index] -= responses
 
     def lose(self, index: int, error: EngineLost) -> None:
         """Give an engine nothing more.
@@ -94,7 +94,7 @@ class EnginePool:
                         f"got {len(done)}"
                     ) from None
                 finally:
-                    self.give_back(engine)
+                    self.give_back(engine, 1)
         return [done[k] for k in range(len(requests))]
 
     def busy_seconds(self) -> float:

@@ -24,10 +24,11 @@ from torch import Tensor
 from rzero.buffers import FinishCode, ProvenanceError
 from rzero.collectors.engine import Completion, GenerationEngine, GenerationRequest, packed_rows, row_digests
 from rzero.collectors.failures import GroupFailed
+from rzero.collectors.futures import gathered, settle
 from rzero.collectors.hashing import stream_seed
 from rzero.collectors.loop_thread import LoopThread
 from rzero.collectors.prompt import Prompt
-from rzero.collectors.watchdog import Watch, Watchdog, settle
+from rzero.collectors.watchdog import Watch, Watchdog
 
 ResultT = TypeVar("ResultT")
 
@@ -120,9 +121,15 @@ class MultiTurn:
         self._loop = LoopThread("MultiTurn")
 
     def respond(
+        self, engine: GenerationEngine, prompt: Prompt, requests: Sequence[GenerationRequest]
+    ) -> Future[list[Completion]]:
+        """Play a trajectory for each request, side by side. See ``Interaction.respond``."""
+        return gathered([self.play(engine, prompt, request) for request in requests])
+
+    def play(
         self, engine: GenerationEngine, prompt: Prompt, request: GenerationRequest
     ) -> Future[Completion]:
-        """Play one trajectory; the future resolves to a ``Trajectory``. See ``Interaction.respond``."""
+        """Play one; the future resolves to a ``Trajectory``."""
         future: Future[Completion] = Future()
         waiting = self._watch(future, prompt, "the event loop, which an environment blocks,")
         task = self._loop.start(self._live(engine, prompt, request, future, waiting))

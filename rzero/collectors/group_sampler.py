@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,8 +21,6 @@ from rzero.collectors.prompt import Prompt
 @dataclass(slots=True)
 class _Group:
     prompt: Prompt
-    missing: int
-    completions: list[Completion | None]
     started_ns: int
 
 
@@ -31,8 +28,7 @@ class _Group:
 class GroupSampler:
     """Samples groups, each on one engine, and says once of each whether it is complete or has failed.
 
-    Everything happens in the thread that calls ``start`` and runs the events, but for completions, which the
-    engines' threads put down.
+    Everything happens in the thread that calls ``start`` and runs the events.
 
     Args:
         pool: The engines.
@@ -61,7 +57,6 @@ class GroupSampler:
         self._accept, self._fail = accept, fail
         self._group_size, self._max_new_tokens, self.seed = group_size, max_new_tokens, seed
         self._groups: dict[int, _Group] = {}
-        self._lock = threading.Lock()  # guards what is missing of a group
         self._outside_ns = self._accepted = 0
 
     @property
@@ -75,12 +70,10 @@ class GroupSampler:
 
     def start(self, ticket: int, prompt: Prompt) -> None:
         """Have the engine with the least to do sample a group."""
-        size = self._group_size
-        self._groups[ticket] = _Group(prompt, size, [None] * size, time.monotonic_ns())
-        engine = self._pool.take(size)
-        for index in range(size):
-            uid = ticket * size + index
-            request = GenerationRequest(
+        self._groups[ticket] = _Group(prompt, time.monotonic_ns())
+        uids = range(ticket * self._group_size, (ticket + 1) * self._group_size)
+        requests = [
+            GenerationRequest(
                 uid=uid,
                 group_id=ticket,
                 prompt_id=prompt.prompt_id,
@@ -89,48 +82,34 @@ class GroupSampler:
                 max_new_tokens=self._max_new_tokens,
                 seed=stream_seed(self.seed, uid),
             )
-            self._respond(engine, request)
+            for index, uid in enumerate(uids)
+        ]
+        self._sample(ticket, requests)
 
-    def _respond(self, engine: int, request: GenerationRequest) -> None:
-        prompt = self._groups[request.group_id].prompt
+    def _sample(self, ticket: int, requests: list[GenerationRequest]) -> None:
+        engine = self._pool.take(len(requests))
         try:
-            future = self._interaction.respond(self._pool[engine], prompt, request)
+            future = self._interaction.respond(self._pool[engine], self._groups[ticket].prompt, requests)
         except EngineLost as error:
             future = Future()
             future.set_exception(error)
-        future.add_done_callback(partial(self._responded, engine, request))
+        future.add_done_callback(
+            lambda future: self._events.put(partial(self._sampled, future, ticket, requests, engine))
+        )
 
-    def _responded(self, engine: int, request: GenerationRequest, future: Future[Completion]) -> None:
-        """Put a completion down, in the engine's thread; the last of its group is an event, as any error."""
-        self._pool.give_back(engine)
-        if future.cancelled() or future.exception() is not None:
-            self._events.put(partial(self._broken, future, engine, request))
-            return
-        group = self._groups.get(request.group_id)
-        if group is None:
-            return  # it failed by another of its responses
-        with self._lock:
-            group.completions[request.sample_index] = future.result()
-            group.missing -= 1
-            complete = group.missing == 0
-        if complete:
-            self._events.put(partial(self._sampled, request.group_id))
-
-    def _broken(self, future: Future[Completion], engine: int, request: GenerationRequest) -> None:
+    def _sampled(
+        self, future: Future[list[Completion]], ticket: int, requests: list[GenerationRequest], engine: int
+    ) -> None:
+        """Ask for the rewards."""
+        self._pool.give_back(engine, len(requests))
         try:
-            future.result()
+            completions = future.result()
         except GroupFailed as error:
-            self._give_up(request.group_id, error)
+            return self._give_up(ticket, error)
         except EngineLost as error:
             self._pool.lose(engine, error)
-            if request.group_id in self._groups:
-                self._respond(self._pool.take(1), request)
-
-    def _sampled(self, ticket: int) -> None:
-        """Ask for the rewards of a group of which every response is there."""
-        group = self._groups[ticket]
-        completions = [c for c in group.completions if c is not None]
-        self._interaction.rewards(group.prompt, completions).add_done_callback(
+            return self._sample(ticket, requests)
+        self._interaction.rewards(self._groups[ticket].prompt, completions).add_done_callback(
             lambda future: self._events.put(partial(self._rewarded, future, ticket, completions))
         )
 
@@ -146,5 +125,5 @@ class GroupSampler:
         self._accept(ticket, completions, rewards)
 
     def _give_up(self, ticket: int, error: GroupFailed) -> None:
-        if self._groups.pop(ticket, None) is not None:
-            self._fail(ticket, error)
+        del self._groups[ticket]
+        self._fail(ticket, error)

@@ -12,12 +12,12 @@ from rzero.collectors.prompt import Prompt
 
 @runtime_checkable
 class Interaction(Protocol):
-    """How a group comes about: its responses one by one, then its rewards."""
+    """How a group comes about: its responses, then its rewards."""
 
     def respond(
-        self, engine: GenerationEngine, prompt: Prompt, request: GenerationRequest
-    ) -> Future[Completion]:
-        """Sample one response; the future raises ``GroupFailed`` if that costs no more than its group."""
+        self, engine: GenerationEngine, prompt: Prompt, requests: Sequence[GenerationRequest]
+    ) -> Future[list[Completion]]:
+        """Sample a group, one completion for each request; ``GroupFailed`` costs no more than the group."""
         ...
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[float]]:

@@ -12,7 +12,6 @@ from torch import Tensor
 from rzero.buffers import ROW_FIELDS, TOKEN_FIELDS, PackedBatch
 from rzero.collectors.engine import Completion, packed_rows
 
-
 # NumPy's calls are short and keep the interpreter's lock; each of torch's gives it to the learner's thread.
 _NUMPY_DTYPES = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in ROW_FIELDS.items()}
 
@@ -21,7 +20,7 @@ Fields = Mapping[str, Tensor]
 
 
 def group_fields(completions: Sequence[Completion], rewards: Sequence[float]) -> Fields:
-    """The completions of a group with their rewards."""
+    """The completions of some groups with their rewards."""
     requests = [c.request for c in completions]
     lengths = [c.response.shape[0] for c in completions]
     rows = packed_rows(

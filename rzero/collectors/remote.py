@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -20,28 +21,35 @@ from torch import Tensor
 from rzero.buffers import FinishCode, SamplingContext
 from rzero.collectors.drain import drain
 from rzero.collectors.engine import Completion, EngineError, EngineLost, GenerationEngine, GenerationRequest
+from rzero.collectors.futures import first_of, outcome
 from rzero.collectors.transport import Channel, ConnectionLost, Message
 
 _REQUEST_FIELDS = ("uid", "group_id", "prompt_id", "sample_index", "max_new_tokens", "seed", "trace")
 _COMPLETION_FIELDS = ("finish_code", "context_id", "t_submit_ns", "t_first_ns", "t_done_ns")
 
 
-def encode_requests(requests: Sequence[GenerationRequest]) -> dict[str, Tensor]:
+Requests = tuple[GenerationRequest, ...]
+
+
+def encode_requests(groups: Sequence[Requests]) -> dict[str, Tensor]:
     """Requests as flat tensors."""
+    requests = [request for group in groups for request in group]
     return {
+        "group_size": torch.tensor([len(group) for group in groups]),
         "request": torch.tensor([[getattr(r, name) for name in _REQUEST_FIELDS] for r in requests]),
         "prompt": torch.tensor([token for r in requests for token in r.prompt], dtype=torch.int32),
         "prompt_length": torch.tensor([len(r.prompt) for r in requests]),
     }
 
 
-def decode_requests(tensors: Mapping[str, Tensor]) -> list[GenerationRequest]:
+def decode_requests(tensors: Mapping[str, Tensor]) -> list[Requests]:
     """The inverse of ``encode_requests``."""
     prompts = tensors["prompt"].split(tensors["prompt_length"].tolist())
-    return [
+    requests = (
         _request(tuple(prompt.tolist()), row)
         for prompt, row in zip(prompts, tensors["request"].tolist(), strict=True)
-    ]
+    )
+    return [tuple(islice(requests, size)) for size in tensors["group_size"].tolist()]
 
 
 def _request(prompt: tuple[int, ...], numbers: Sequence[int]) -> GenerationRequest:
@@ -50,10 +58,11 @@ def _request(prompt: tuple[int, ...], numbers: Sequence[int]) -> GenerationReque
     return GenerationRequest(prompt=prompt, trace=trace, **named)
 
 
-def encode_completions(completions: Sequence[Completion]) -> dict[str, Tensor]:
-    """Completions as flat tensors; the requests stay with the learner and only their uids travel."""
+def encode_completions(groups: Sequence[Sequence[Completion]]) -> dict[str, Tensor]:
+    """Completions as flat tensors; the requests stay with the learner, only a group's first uid travels."""
+    completions = [completion for group in groups for completion in group]
     return {
-        "uid": torch.tensor([c.request.uid for c in completions]),
+        "first_uid": torch.tensor([group[0].request.uid for group in groups]),
         "completion": torch.tensor(
             [[int(getattr(c, name)) for name in _COMPLETION_FIELDS] for c in completions]
         ),
@@ -62,42 +71,48 @@ def encode_completions(completions: Sequence[Completion]) -> dict[str, Tensor]:
         "behavior_log_probs": torch.cat([c.behavior_log_probs for c in completions]),
         "policy_version": torch.cat([c.policy_version for c in completions]),
         "digest": torch.stack([c.digest for c in completions]),
-        **{f"trace/{c.request.uid}/{name}": rows for c in completions for name, rows in c.trace.items()},
+        **{f"trace/{i}/{name}": rows for i, c in enumerate(completions) for name, rows in c.trace.items()},
     }
 
 
 def decode_completions(
-    tensors: Mapping[str, Tensor], requests: Mapping[int, GenerationRequest]
+    tensors: Mapping[str, Tensor], requests: Sequence[GenerationRequest]
 ) -> list[Completion]:
-    """The inverse of ``encode_completions``, given the requests by uid."""
+    """The inverse of ``encode_completions``, given the requests of all groups, in their order."""
     lengths = tensors["length"].tolist()
-    split = {
-        name: tensors[name].split(lengths) for name in ("response", "behavior_log_probs", "policy_version")
-    }
-    traces: dict[int, dict[str, Tensor]] = {uid: {} for uid in tensors["uid"].tolist()}
+    columns = [tensors[name].split(lengths) for name in ("response", "behavior_log_probs", "policy_version")]
+    traces: list[dict[str, Tensor]] = [{} for _ in requests]
     for key in tensors:
         if key.startswith("trace/"):
-            _, uid, name = key.split("/", 2)
-            traces[int(uid)][name] = tensors[key]
-    completions = []
-    for i, (uid, row) in enumerate(zip(tensors["uid"].tolist(), tensors["completion"].tolist(), strict=True)):
-        finish_code, context_id, t_submit_ns, t_first_ns, t_done_ns = row
-        completions.append(
-            Completion(
-                request=requests[uid],
-                response=split["response"][i],
-                behavior_log_probs=split["behavior_log_probs"][i],
-                policy_version=split["policy_version"][i],
-                finish_code=FinishCode(finish_code),
-                context_id=context_id,
-                t_submit_ns=t_submit_ns,
-                t_first_ns=t_first_ns,
-                t_done_ns=t_done_ns,
-                digest=tensors["digest"][i],
-                trace=traces[uid],
-            )
+            _, index, name = key.split("/", 2)
+            traces[int(index)][name] = tensors[key]
+    rows = zip(
+        requests, *columns, tensors["completion"].tolist(), tensors["digest"].unbind(), traces, strict=True
+    )
+    return [
+        Completion(
+            request=request,
+            response=response,
+            behavior_log_probs=behavior_log_probs,
+            policy_version=policy_version,
+            finish_code=FinishCode(finish_code),
+            context_id=context_id,
+            t_submit_ns=t_submit_ns,
+            t_first_ns=t_first_ns,
+            t_done_ns=t_done_ns,
+            digest=digest,
+            trace=trace,
         )
-    return completions
+        for (
+            request,
+            response,
+            behavior_log_probs,
+            policy_version,
+            (finish_code, context_id, t_submit_ns, t_first_ns, t_done_ns),
+            digest,
+            trace,
+        ) in rows
+    ]
 
 
 class RemoteEngine:
@@ -118,11 +133,11 @@ class RemoteEngine:
         self._timeout = timeout
         self._busy_seconds = 0.0
         self._lock = threading.Lock()
-        self._requests: dict[int, tuple[GenerationRequest, Future[Completion]]] = {}
+        self._groups: dict[int, tuple[Requests, Future[list[Completion]]]] = {}  # by the first uid
         self._reply: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._call_lock = threading.Lock()  # one call that waits for a reply at a time
         self._error: BaseException | None = None
-        self._to_send: queue.SimpleQueue[Message | GenerationRequest | None] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[Message | Requests | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(
                 target=target, name=f"RemoteEngine-{outgoing.peer}-{target.__name__}", daemon=True
@@ -137,11 +152,16 @@ class RemoteEngine:
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         """See ``GenerationEngine.submit``."""
-        future: Future[Completion] = Future()
+        return first_of(self.submit_group([request]))
+
+    def submit_group(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
+        """See ``GenerationEngine.submit_group``; nothing travels back before all are complete."""
+        future: Future[list[Completion]] = Future()
+        group = tuple(requests)
         with self._lock:
             self._refuse_if_failed("submit")
-            self._requests[request.uid] = (request, future)
-        self._to_send.put(request)
+            self._groups[group[0].uid] = (group, future)
+        self._to_send.put(group)
         return future
 
     def pause(self) -> None:
@@ -213,9 +233,9 @@ class RemoteEngine:
         try:
             while True:
                 items = drain(self._to_send)
-                requests = [item for item in items if isinstance(item, GenerationRequest)]
-                if requests:
-                    self._outgoing.send(Message("submit", encode_requests(requests)))
+                groups = [item for item in items if isinstance(item, tuple)]
+                if groups:
+                    self._outgoing.send(Message("submit", encode_requests(groups)))
                 for item in items:
                     if isinstance(item, Message):
                         self._outgoing.send(item)
@@ -241,18 +261,17 @@ class RemoteEngine:
             self._fail(error)
 
     def _resolve(self, message: Message) -> None:
-        uids = message.tensors["uid"].tolist()
         with self._lock:
-            entries = {uid: self._requests.pop(uid) for uid in uids}
-        requests = {uid: request for uid, (request, _) in entries.items()}
-        for completion in decode_completions(message.tensors, requests):
-            entries[completion.request.uid][1].set_result(completion)
+            groups = [self._groups.pop(uid) for uid in message.tensors["first_uid"].tolist()]
+        completions = iter(decode_completions(message.tensors, [r for group, _ in groups for r in group]))
+        for group, future in groups:
+            future.set_result(list(islice(completions, len(group))))
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._error = self._error or error
-            entries, self._requests = self._requests, {}
-        for _, future in entries.values():
+            groups, self._groups = self._groups, {}
+        for _, future in groups.values():
             future.set_exception(error)
         self._reply.put(error)
 
@@ -278,7 +297,7 @@ def serve_engine(engine: GenerationEngine, outgoing: Channel, incoming: Channel)
     outgoing.send(
         Message("hello", text={"context": engine.context().to_json(), "version": str(engine.version())})
     )
-    to_send: queue.SimpleQueue[Message | Completion | BaseException] = queue.SimpleQueue()
+    to_send: queue.SimpleQueue[Message | list[Completion] | BaseException] = queue.SimpleQueue()
     receiver = threading.Thread(target=_serve_commands, args=(engine, incoming, to_send), daemon=True)
     receiver.start()
     while True:
@@ -291,9 +310,9 @@ def serve_engine(engine: GenerationEngine, outgoing: Channel, incoming: Channel)
             outgoing.send(Message("error", text={"traceback": text}))
             raise EngineError("serve_engine: the engine failed") from error
         busy = {"busy_seconds": repr(engine.busy_seconds())}
-        completions = [item for item in items if isinstance(item, Completion)]
-        if completions:
-            outgoing.send(Message("completions", encode_completions(completions), busy))
+        groups = [item for item in items if isinstance(item, list)]
+        if groups:
+            outgoing.send(Message("completions", encode_completions(groups), busy))
         for item in items:
             if isinstance(item, Message):
                 outgoing.send(Message(item.kind, item.tensors, {**item.text, **busy}))
@@ -305,17 +324,17 @@ def serve_engine(engine: GenerationEngine, outgoing: Channel, incoming: Channel)
 def _serve_commands(
     engine: GenerationEngine,
     incoming: Channel,
-    to_send: queue.SimpleQueue[Message | Completion | BaseException],
+    to_send: queue.SimpleQueue[Message | list[Completion] | BaseException],
 ) -> None:
-    def deliver(future: Future[Completion]) -> None:
-        to_send.put(future.exception() or future.result())
+    def deliver(future: Future[list[Completion]]) -> None:
+        to_send.put(outcome(future))
 
     try:
         while True:
             message = incoming.receive()
             if message.kind == "submit":
-                for request in decode_requests(message.tensors):
-                    engine.submit(request).add_done_callback(deliver)
+                for requests in decode_requests(message.tensors):
+                    engine.submit_group(requests).add_done_callback(deliver)
             elif message.kind == "swap":
                 to_send.put(_swap(engine, message))
             elif message.kind == "digests":

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from rzero.collectors.engine import Completion, GenerationEngine, GenerationRequest
 from rzero.collectors.failures import GroupFailed
+from rzero.collectors.futures import settle
 from rzero.collectors.loop_thread import LoopThread
 from rzero.collectors.prompt import Prompt
-from rzero.collectors.watchdog import Watchdog, settle
+from rzero.collectors.watchdog import Watchdog
 
 RewardFunction = Callable[[Prompt, Sequence[Sequence[int]]], Sequence[float] | Awaitable[Sequence[float]]]
 """Rewards of a whole group: (prompt, token ids of each response, end token included) -> one finite float
@@ -75,10 +76,10 @@ class SingleTurn:
             self._start_worker()
 
     def respond(
-        self, engine: GenerationEngine, prompt: Prompt, request: GenerationRequest
-    ) -> Future[Completion]:
+        self, engine: GenerationEngine, prompt: Prompt, requests: Sequence[GenerationRequest]
+    ) -> Future[list[Completion]]:
         """See ``Interaction.respond``."""
-        return engine.submit(request)
+        return engine.submit_group(requests)
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[float]]:
         """See ``Interaction.rewards``."""

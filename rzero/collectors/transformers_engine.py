@@ -14,7 +14,7 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ from rzero.collectors.engine import (
     packed_rows,
     row_digests,
 )
+from rzero.collectors.futures import gathered
 from rzero.collectors.hashing import uniforms
 from rzero.collectors.tracing import traced
 from rzero.collectors.transformers_slots import SlotState
@@ -147,6 +148,10 @@ class TransformersEngine:
             self._pending.append(_Slot(request, future, self._clock.now_ns()))
             self._condition.notify_all()
         return future
+
+    def submit_group(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
+        """See ``GenerationEngine.submit_group``."""
+        return gathered([self.submit(request) for request in requests])
 
     def pause(self) -> None:
         """See ``GenerationEngine.pause``."""

@@ -6,24 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from typing import Any, final
-
-
-def settle(future: Future[Any], result: Any) -> bool:
-    """Give a future its result, or an exception, unless it has one already.
-
-    Returns:
-        Whether this call settled it.
-    """
-    try:
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-    except InvalidStateError:
-        return False
-    return True
+from typing import final
 
 
 @final

@@ -24,8 +24,7 @@ def lose_at(engine, uid):
 def test_the_engine_with_the_least_to_do_is_taken(make_engine):
     pool = EnginePool([make_engine(), make_engine()])
     assert [pool.take(4), pool.take(1), pool.take(1)] == [0, 1, 1]
-    for _ in range(4):
-        pool.give_back(0)
+    pool.give_back(0, 4)
     assert pool.take(1) == 0
 
 

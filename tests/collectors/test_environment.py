@@ -64,7 +64,7 @@ def play(engine, environment, *, requests=None, prompt_id=0, **settings):
 
     interaction = MultiTurn(make, **{"max_turns": 5, "timeout": 30.0, **settings})
     prompt = Prompt(prompt_id=prompt_id, token_ids=(1, 5, 7), problem=None)
-    futures = [interaction.respond(engine, prompt, r) for r in requests or [request(0, max_new_tokens=60)]]
+    futures = [interaction.play(engine, prompt, r) for r in requests or [request(0, max_new_tokens=60)]]
     try:
         return [future.result(timeout=60) for future in futures], made
     finally:
@@ -259,7 +259,7 @@ def test_a_trajectory_that_is_not_waited_for_any_more_is_closed(make_engine, end
 
     interaction = MultiTurn(Hanging, max_turns=3, timeout=0.2 if end == "timeout" else 600)
     prompt = Prompt(prompt_id=0, token_ids=(1, 5, 7), problem=None)
-    future = interaction.respond(make_engine(llama(0)), prompt, request(0))
+    future = interaction.play(make_engine(llama(0)), prompt, request(0))
     assert began.wait(30)
     if end == "timeout":
         assert "no answer within 0.2 s from step for prompt 0" in str(future.exception(timeout=30))
