@@ -49,6 +49,15 @@ def command() -> str:
     return f"torchrun {nodes} --nproc-per-node={local} {typed}"
 
 
+def without_runs_folder(command: str) -> str:
+    """A command without ``--runs``: where a run's folder lay is no part of what it was."""
+    words = shlex.split(command)
+    if "--runs" in words:
+        place = words.index("--runs")
+        del words[place : place + 2]
+    return shlex.join(words)
+
+
 def cpu_name() -> str | None:
     """The processor's own name."""
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 
 from recipes.config import MAY_CHANGE, Config
 from recipes.errors import RecipeError
+from recipes.machine import without_runs_folder
 
 Run = dict[str, Any]
 
@@ -131,21 +131,12 @@ def _read_starts(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     except ValueError as error:
         raise RecipeError(f"{path} must be JSON lines: {error}") from error
     for start in starts:
-        start["command"] = _without_folder(start["command"])
+        start["command"] = without_runs_folder(start["command"])
     if any(start["modified"] for start in starts):
         notes.append("tracked files were changed and not committed when it started")
     if len({start["revision"] for start in starts}) > 1:
         notes.append("it went on with another revision than it began with")
     return starts
-
-
-def _without_folder(command: str) -> str:
-    """The command without the folder under which the run's own was made."""
-    words = shlex.split(command)
-    if "--runs" in words:
-        place = words.index("--runs")
-        del words[place : place + 2]
-    return shlex.join(words)
 
 
 def _read_rows(path: Path, *, finished: bool, notes: list[str]) -> list[dict[str, Any]]:
