@@ -7,6 +7,7 @@ Imports vLLM. All calls come from one thread at a time.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+import vllm
 from torch import Tensor
 from vllm.config import WeightTransferConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -28,11 +30,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
+from rzero.buffers import SamplingContext
 from rzero.collectors.engine import EngineError
+from rzero.collectors.vllm_rpc import ask_workers
 from rzero.collectors.vllm_transfer import NCCLTransfer, SharedMemoryTransfer, WeightTransfer
 
 KERNELS = "RZERO_VLLM_KERNELS"  # what the plugin of rzero.kernels reads in vLLM's processes
 CPU_CACHE_BYTES = 1 << 30
+WORKER_EXTENSION = "rzero.collectors.vllm_worker.WorkerExtension"
 _OURS = ("model", "max_num_seqs", "logprobs_mode", "worker_extension_cls", "weight_transfer_config")
 _OURS += ("async_scheduling", "generation_config", "skip_tokenizer_init")
 
@@ -82,7 +87,7 @@ class VLLMCore:
                 _watch(self._engine.engine_core)
             on_failure.pop_all()
             on_failure.callback(self.close)
-            self.fingerprint, self.device = self._prepare(kernels)
+            self._fingerprint = self._prepare(kernels)
             self._transfer: WeightTransfer = (
                 NCCLTransfer(self._engine, workers=config.parallel_config.world_size)
                 if transfer == "nccl"
@@ -91,8 +96,7 @@ class VLLMCore:
             on_failure.pop_all()
         self.vocabulary: int = config.model_config.get_vocab_size()
         self.max_model_len: int = config.model_config.max_model_len
-        self.dtype = str(config.model_config.dtype).removeprefix("torch.")
-        self.tensor_parallel_size: int = config.parallel_config.tensor_parallel_size
+        self._config = config
 
     def _refuse_second_state(self) -> None:
         if self._own_process:
@@ -106,9 +110,9 @@ class VLLMCore:
                 "VLLMEngine: own_process must be True where torch.distributed is initialised, got False"
             )
 
-    def _prepare(self, kernels: str) -> tuple[str, str]:
-        """Fingerprint of the kernels and the device, as the workers say."""
-        said: list[dict[str, str]] = self._engine.collective_rpc("rzero_prepare")
+    def _prepare(self, kernels: str) -> str:
+        """Fingerprint of the kernels, as the workers say."""
+        said: list[dict[str, str]] = ask_workers(self._engine, "rzero_prepare")
         found = {worker["kernels"] for worker in said}
         if kernels == "native" and found != {""}:
             raise EngineError(
@@ -120,7 +124,26 @@ class VLLMCore:
                 f"VLLMEngine: kernels {kernels!r} must be under every worker, got vLLM's own in one; "
                 "is VLLM_PLUGINS set without rzero?"
             )
-        return found.pop(), said[0]["device"]
+        return found.pop() or f"native-vllm-{vllm.__version__}-{said[0]['device']}"
+
+    def context(self, temperature: float, tokenizer_digest: str) -> SamplingContext:
+        """The law that tokens are drawn by."""
+        model = self._config.model_config
+        config = transformers.AutoConfig.from_pretrained(model.model).to_json_string(use_diff=False)
+        return SamplingContext(
+            temperature=temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            log_prob_mode="processed",
+            engine="VLLMEngine",
+            engine_version=vllm.__version__,
+            kernel_fingerprint=self._fingerprint,
+            dtype=str(model.dtype).removeprefix("torch."),
+            tensor_parallel_size=self._config.parallel_config.tensor_parallel_size,
+            model_digest=hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),
+            tokenizer_digest=tokenizer_digest,
+        )
 
     def add(self, name: str, prompt: Sequence[int], params: Any, *, salt: str) -> str:
         """Queue a request; only requests of one salt share keys and values. Returns vLLM's own name."""
@@ -167,15 +190,15 @@ class VLLMCore:
 
     def digests(self) -> dict[str, int]:
         """Digests of the weights that the workers compute with, who must agree."""
-        first, *others = self._engine.collective_rpc("rzero_digests")
+        first, *others = ask_workers(self._engine, "rzero_digests")
         if any(digests != first for digests in others):
             raise EngineError("VLLMEngine: all workers must hold the same weights, got others")
         return first
 
     @property
     def keeps_old_weights(self) -> bool:
-        """Whether a failed ``load`` leaves the weights as they were."""
-        return isinstance(self._transfer, SharedMemoryTransfer)
+        """Whether a ``load`` that failed left the weights as they were."""
+        return self._transfer.keeps_old_weights
 
     @staticmethod
     def is_dead(error: BaseException) -> bool:
@@ -233,7 +256,7 @@ def _engine_args(
         model=str(model),
         max_num_seqs=max_slots,
         logprobs_mode="processed_logprobs",
-        worker_extension_cls="rzero.collectors.vllm_worker.WorkerExtension",
+        worker_extension_cls=WORKER_EXTENSION,
         async_scheduling=False,
         generation_config="vllm",
         skip_tokenizer_init=True,

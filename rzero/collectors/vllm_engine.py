@@ -10,22 +10,20 @@ aborts and takes in new requests. Importing this file needs vLLM.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
-import transformers
 from torch import Tensor
 
 try:
-    import vllm
+    import vllm  # noqa: F401
 except ImportError as error:
     raise ImportError("VLLMEngine: vLLM must be installed, e.g. by pip install 'rzero[vllm]'") from error
 
@@ -33,11 +31,12 @@ from rzero.buffers import FinishCode, SamplingContext
 from rzero.collectors.engine import (
     Clock,
     Completion,
-    EngineError,
     EngineLost,
     GenerationRequest,
     InFlightPolicy,
 )
+from rzero.collectors.futures import gathered
+from rzero.collectors.vllm_boundary import TokenBoundary
 from rzero.collectors.vllm_core import VLLMCore
 from rzero.collectors.vllm_slots import Finished, Slot, Slots
 
@@ -103,7 +102,7 @@ class VLLMEngine:
             load_weights=version >= 0,
             engine_args=engine_args or {},
         )
-        self._context = _context(self._core, Path(model), temperature, tokenizer_digest)
+        self._context = self._core.context(temperature, tokenizer_digest)
         self._version, self._in_flight, self._max_slots = version, in_flight, max_slots
         self._core.label(max(version, 0))
         self._clock = Clock()
@@ -115,9 +114,7 @@ class VLLMEngine:
             context_id=self._context.context_id,
             clock=self._clock,
         )
-        self._condition = threading.Condition()
-        self._pausing = self._paused = self._draining = self._closed = False
-        self._error: BaseException | None = None
+        self._boundary = TokenBoundary("VLLMEngine")
         self._busy_ns = 0
         try:
             self._slots.warm_up(max_slots)
@@ -149,21 +146,23 @@ class VLLMEngine:
                 f"{self._core.max_model_len} together, got {longest}"
             )
         future: Future[Completion] = Future()
-        with self._condition:
-            self._refuse_if_stopped("submit")
+        with self._boundary.condition:
+            self._boundary.refuse_if_stopped("submit")
             if self._version < 0:
                 raise RuntimeError("VLLMEngine.submit: weights must be published first, got none so far")
             self._pending.append(Slot(request, future, self._clock.now_ns()))
-            self._condition.notify_all()
+            self._boundary.condition.notify_all()
         return future
+
+    def submit_group(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
+        """See ``GenerationEngine.submit_group``."""
+        return gathered([self.submit(request) for request in requests])
 
     def abort(self, uids: set[int]) -> None:
         """End responses now; their futures resolve to what was sampled so far, with ``FinishCode.ABORT``."""
-        with self._at_boundary() as finish:
-            waiting = [slot for slot in self._pending if slot.request.uid in uids]
-            self._pending = deque(slot for slot in self._pending if slot.request.uid not in uids)
-            finish += [(slot, FinishCode.ABORT, torch.empty(0, dtype=torch.int32)) for slot in waiting]
-            finish += self._slots.abort(uids)
+        with self._boundary.hold("abort"):
+            finished = self._abort(uids)
+        self._slots.complete(finished)
 
     def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
         """Stop at the next token boundary and return when there.
@@ -173,34 +172,27 @@ class VLLMEngine:
                 after ``resume``; ``wait`` samples them to their end first and starts none meanwhile;
                 ``abort`` ends them.
         """
-        if mode == "wait":
-            self._drain("pause")
-        with self._condition:
-            self._pausing, self._draining = True, False
-            self._condition.notify_all()
-            self._condition.wait_for(lambda: self._paused or self._closed or self._error is not None)
-            self._refuse_if_stopped("pause")
+        with self._drained("pause") if mode == "wait" else nullcontext():
+            self._boundary.pause()
         if mode == "abort":
             self.abort(self._slots.uids())
 
     def resume(self) -> None:
         """See ``GenerationEngine.resume``."""
-        with self._condition:
-            self._pausing = False
-            self._condition.notify_all()
+        self._boundary.resume()
 
     def swap(self, version: int, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
         """See ``GenerationEngine.swap``; the in-flight policy says what becomes of half-sampled responses.
 
-        After a failed ``nccl`` transfer the old weights are gone, so the engine stops for good.
+        After an ``nccl`` transfer that failed the old weights are gone, so the engine stops for good.
         """
-        if self._in_flight is InFlightPolicy.FINISH_FIRST:
-            self._drain("swap")
-        with self._at_boundary():
+        finish_first = self._in_flight is InFlightPolicy.FINISH_FIRST
+        with self._drained("swap") if finish_first else nullcontext(), self._boundary.hold("swap"):
             try:
                 self._core.load(weights, digests, version)
-            except EngineError as error:
-                self._error = None if self._core.keeps_old_weights else error
+            except BaseException as error:
+                if not self._core.keeps_old_weights:
+                    self._boundary.fail(error)
                 raise
             self._version = version
             self._slots.start_over_untouched(version)
@@ -217,7 +209,7 @@ class VLLMEngine:
 
     def weight_digests(self) -> dict[str, int]:
         """See ``GenerationEngine.weight_digests``."""
-        with self._at_boundary():
+        with self._boundary.hold("weight_digests"):
             return self._core.digests()
 
     def cached_tokens(self) -> int:
@@ -230,92 +222,54 @@ class VLLMEngine:
 
     def close(self) -> None:
         """See ``GenerationEngine.close``."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
+        self._boundary.close()
         self._thread.join()
 
-    def _drain(self, caller: str) -> None:
-        """Return when no response is half sampled; none starts until the next pause is over."""
-        with self._condition:
-            self._draining = True
-            self._condition.notify_all()
-            self._condition.wait_for(lambda: not self._slots or self._closed or self._error is not None)
-            self._refuse_if_stopped(caller)
+    def _drained(self, caller: str) -> AbstractContextManager[None]:
+        """No response is half sampled and none starts."""
+        return self._boundary.drain(caller, lambda: not self._slots)
 
-    @contextmanager
-    def _at_boundary(self) -> Iterator[list[Finished]]:
-        """Do something between two steps; responses put into the list are completed afterwards."""
-        already_pausing, finished = self._pausing, []
-        self.pause()
-        try:
-            with self._condition:
-                yield finished
-        finally:
-            self._slots.complete(finished)
-            if not already_pausing:
-                self.resume()
-
-    def _refuse_if_stopped(self, caller: str) -> None:
-        if self._error is not None:
-            kind = EngineLost if isinstance(self._error, EngineLost) else EngineError
-            raise kind(f"VLLMEngine.{caller}: the engine has failed: {self._error}") from self._error
-        if self._closed:
-            raise RuntimeError(f"VLLMEngine.{caller}: the engine is closed")
+    def _abort(self, uids: set[int]) -> list[Finished]:
+        waiting = [slot for slot in self._pending if slot.request.uid in uids]
+        self._pending = deque(slot for slot in self._pending if slot.request.uid not in uids)
+        nothing = torch.empty(0, dtype=torch.int32)
+        return [*((slot, FinishCode.ABORT, nothing) for slot in waiting), *self._slots.abort(uids)]
 
     # ------------------------------------------------------------------ the engine's own thread
 
     def _run(self) -> None:
         try:
-            while self._wait_for_work():
-                if self._pausing:
+            while self._boundary.wait(self._has_work):
+                if self._boundary.wanted:
                     self._stand_still()
                     continue
                 started = time.monotonic_ns()
                 self._admit()
-                self._slots.complete(self._slots.read(self._core.step()))
+                if self._slots:
+                    self._slots.complete(self._slots.read(self._core.step()))
                 self._busy_ns += time.monotonic_ns() - started
         except BaseException as error:
-            with self._condition:
-                self._error = EngineLost(str(error)) if self._core.is_dead(error) else error
-                self._condition.notify_all()
+            self._boundary.fail(EngineLost(str(error)) if self._core.is_dead(error) else error)
         finally:
             self._core.close()
-            reason = self._error or CancelledError("the engine was closed")
+            reason = self._boundary.error or CancelledError("the engine was closed")
             self._slots.give_up(reason)
             while self._pending:
                 self._pending.popleft().future.set_exception(reason)
 
-    def _wait_for_work(self) -> bool:
-        with self._condition:
-            self._condition.notify_all()  # _drain may wait for the last response
-            self._condition.wait_for(lambda: self._closed or self._pausing or self._has_work())
-            return not self._closed
-
     def _has_work(self) -> bool:
-        return bool(self._slots or (self._pending and not self._draining))
+        return bool(self._slots or (self._pending and not self._boundary.draining))
 
     def _stand_still(self) -> None:
-        """Stand at the token boundary until ``resume``."""
         self._slots.complete(self._slots.read(self._core.stop_drawing()))
-        with self._condition:
-            self._paused = True
-            self._condition.notify_all()
-            self._condition.wait_for(lambda: self._closed or not self._pausing)
-            self._paused = False
-            if self._error is not None:
-                raise self._error
-            if self._closed:
-                return
-        self._core.go_on()
+        if self._boundary.stand():
+            self._core.go_on()
 
     def _admit(self) -> None:
         """Give vLLM waiting requests while there are slots."""
-        with self._condition:
-            room = 0 if self._draining else min(self._max_slots - len(self._slots), len(self._pending))
-            new = [self._pending.popleft() for _ in range(room)]
-        for slot in new:
-            self._slots.start(slot, self._version)
+        with self._boundary.condition:  # a drain must see what is about to start
+            while self._pending and len(self._slots) < self._max_slots and not self._boundary.draining:
+                self._slots.start(self._pending.popleft(), self._version)
 
 
 def _refuse(temperature: float, max_slots: int, transfer: str, own_process: bool) -> None:
@@ -327,21 +281,3 @@ def _refuse(temperature: float, max_slots: int, transfer: str, own_process: bool
         raise ValueError(f"VLLMEngine: transfer must be 'shared_memory' or 'nccl', got {transfer!r}")
     if transfer == "nccl" and not own_process:
         raise ValueError("VLLMEngine: own_process must be True with transfer='nccl', got False")
-
-
-def _context(core: VLLMCore, model: Path, temperature: float, tokenizer_digest: str) -> SamplingContext:
-    config = transformers.AutoConfig.from_pretrained(model).to_json_string(use_diff=False)
-    return SamplingContext(
-        temperature=temperature,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        log_prob_mode="processed",
-        engine="VLLMEngine",
-        engine_version=vllm.__version__,
-        kernel_fingerprint=core.fingerprint or f"native-vllm-{vllm.__version__}-{core.device}",
-        dtype=core.dtype,
-        tensor_parallel_size=core.tensor_parallel_size,
-        model_digest=hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),
-        tokenizer_digest=tokenizer_digest,
-    )

@@ -22,18 +22,25 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from rzero.collectors.engine import EngineError
+from rzero.collectors.vllm_rpc import ask_workers
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightTransfer(Protocol):
-    """Brings weights into all workers of a vLLM engine that stands still."""
+    """Brings weights into all workers of a vLLM engine that stands still.
+
+    Attributes:
+        keeps_old_weights: Whether all workers hold their old weights after a ``send`` that failed.
+    """
+
+    keeps_old_weights: bool
 
     def send(self, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
-        """Load weights, all or none.
+        """Load weights, all or none, into all workers or none.
 
         Raises:
-            EngineError: If the workers then hold other weights than the digests say.
+            EngineError: If a worker then holds other weights than the digests say.
         """
         ...
 
@@ -47,19 +54,38 @@ class SharedMemoryTransfer:
 
     def __init__(self, llm_engine: Any) -> None:
         self._llm_engine = llm_engine
+        self.keeps_old_weights = True
 
     def send(self, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
-        """See ``WeightTransfer.send``; after an error the workers hold their old weights."""
+        """See ``WeightTransfer.send``; if one worker refuses, all hold their old weights."""
         folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         handle, path = tempfile.mkstemp(prefix="rzero-", suffix=".safetensors", dir=folder)
         os.close(handle)
         try:
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
-            self._llm_engine.collective_rpc("rzero_load", args=(path, dict(digests)))
-        except Exception as error:
-            raise EngineError(str(error)) from error
+            _write(weights, path)
+            self._load(path, dict(digests))
         finally:
             os.unlink(path)
+
+    def _load(self, path: str, digests: dict[str, int]) -> None:
+        ask_workers(self._llm_engine, "rzero_check", path, digests)
+        self.keeps_old_weights = False
+        try:
+            ask_workers(self._llm_engine, "rzero_load", path)
+            ask_workers(self._llm_engine, "rzero_compare", digests)
+        except EngineError:
+            ask_workers(self._llm_engine, "rzero_end", True)
+            self.keeps_old_weights = True
+            raise
+        ask_workers(self._llm_engine, "rzero_end", False)
+        self.keeps_old_weights = True
+
+
+def _write(weights: Mapping[str, Tensor], path: str) -> None:
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
+    except Exception as error:
+        raise EngineError(f"VLLMEngine.swap: the weights must fit into a file {path}, got {error}") from error
 
 
 class NCCLTransfer:
@@ -74,6 +100,7 @@ class NCCLTransfer:
 
     def __init__(self, llm_engine: Any, *, workers: int) -> None:
         self._llm_engine = llm_engine
+        self.keeps_old_weights = False
         self._source = _Source()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -87,7 +114,7 @@ class NCCLTransfer:
         """See ``WeightTransfer.send``; the old weights are gone while the new ones arrive."""
         self._source.weights = dict(weights)
         self._sender.send_weights()
-        for held in self._llm_engine.collective_rpc("rzero_digests"):
+        for held in ask_workers(self._llm_engine, "rzero_digests"):
             wrong = sorted(
                 name for name in held.keys() | digests.keys() if held.get(name) != digests.get(name)
             )

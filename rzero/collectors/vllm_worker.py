@@ -16,12 +16,17 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from rzero.collectors.engine import EngineError
 from rzero.collectors.hashing import tensor_digest
+from rzero.collectors.vllm_rpc import answering
 
 
 class WorkerExtension:
@@ -30,7 +35,9 @@ class WorkerExtension:
     model_runner: Any
     reload_weights: Any
     device: Any
+    _rzero_old: Mapping[str, Tensor]
 
+    @answering
     def rzero_prepare(self) -> dict[str, str]:
         """Get ready for seeded requests, and say what computes here: ``device`` and ``kernels``."""
         if torch.device(self.device).type == "cpu":
@@ -38,35 +45,50 @@ class WorkerExtension:
         kernels = getattr(self.model_runner.get_model(), "rzero_kernels", "")
         return {"device": torch.device(self.device).type, "kernels": kernels}
 
-    def rzero_load(self, path: str, digests: dict[str, int]) -> None:
-        """Load weights from a file of safetensors in shared memory, all or none.
+    @answering
+    def rzero_check(self, path: str, digests: dict[str, int]) -> None:
+        """Check the weights of a file before they are loaded, and put the old ones aside.
 
         Args:
-            path: The file.
+            path: A file of safetensors in shared memory.
             digests: Of the weights as the learner holds them, by name.
 
         Raises:
-            EngineError: If names, shapes or dtypes are not the model's, if the file or what the model holds
-                afterwards has other digests. The model then holds its old weights.
+            EngineError: If names, shapes or dtypes are not the model's, or the file has other digests.
         """
-        model = self.model_runner.get_model()
-        old = {name: tensor.clone() for name, tensor in held_weights(model).items()}
-        with safe_open(path, framework="pt") as file:
-            new = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        _refuse_other_weights(new, old, digests)
-        try:
-            self._rzero_reload(model, new)
-            wrong = _differing(held_weights(model), digests)
-            if wrong:
-                raise EngineError(
-                    f"VLLMEngine.swap: {len(wrong)} of {len(digests)} tensors differ from the learner's "
-                    f"after loading, first {wrong[0]}; the old weights were restored"
-                )
-        except BaseException:
-            self._rzero_reload(model, old)
-            raise
+        held = held_weights(self.model_runner.get_model())
+        old = {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
+        _refuse_other_weights(_read(path), old, digests)
+        self._rzero_old = old
 
-    def _rzero_reload(self, model: Any, weights: Mapping[str, Tensor]) -> None:
+    @answering
+    def rzero_load(self, path: str) -> None:
+        """Load weights that ``rzero_check`` let pass."""
+        self._rzero_reload(_read(path))
+
+    @answering
+    def rzero_compare(self, digests: dict[str, int]) -> None:
+        """Compare what this worker, with its share of all others, computes with.
+
+        Raises:
+            EngineError: If a tensor has another digest.
+        """
+        wrong = _differing(held_weights(self.model_runner.get_model()), digests)
+        if wrong:
+            raise EngineError(
+                f"VLLMEngine.swap: {len(wrong)} of {len(digests)} tensors differ from the learner's "
+                f"after loading, first {wrong[0]}; the old weights were restored"
+            )
+
+    @answering
+    def rzero_end(self, restore: bool) -> None:
+        """Give up the old weights, or load them again."""
+        old, self._rzero_old = self._rzero_old, {}
+        if restore:
+            self._rzero_reload(old)
+
+    def _rzero_reload(self, weights: Mapping[str, Tensor]) -> None:
+        model = self.model_runner.get_model()
         self.reload_weights(weights_iterator=list(weights.items()))
         _repack_tied_heads(model)
         model.__dict__["rzero_negative_zeros"] = {
@@ -75,10 +97,16 @@ class WorkerExtension:
             if bool((negative := (tensor == 0) & tensor.signbit()).any())
         }
 
+    @answering
     def rzero_digests(self) -> dict[str, int]:
         """One 64-bit digest per tensor, by the learner's names, of the weights that compute."""
         held = held_weights(self.model_runner.get_model())
         return {name: tensor_digest(tensor) for name, tensor in held.items()}
+
+
+def _read(path: str) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def held_weights(model: Any) -> dict[str, Tensor]:
@@ -104,10 +132,9 @@ def held_weights(model: Any) -> dict[str, Tensor]:
                     raise EngineError(f"VLLMEngine: {module_name} must compute with the weights of {first}")
                 continue
             held |= _taken_apart(model, module_name, module, parameter_name, tensor)
-    for name, negative in model.__dict__.get(
-        "rzero_negative_zeros", {}
-    ).items():  # the product loses the sign
-        held[name] = torch.where(negative & (held[name] == 0), -0.0, held[name])
+    for name, negative in model.__dict__.get("rzero_negative_zeros", {}).items():
+        lost = negative.to(held[name].device) & (held[name] == 0)  # the product loses the sign
+        held[name] = torch.where(lost, -0.0, held[name])
     return held
 
 
@@ -128,12 +155,16 @@ def _taken_apart(
 
 
 def _whole(shard: Tensor, dimension: int, *, copies: int = 1) -> Tensor:
-    """What all workers of a tensor-parallel group hold together, each shard in ``copies`` of them."""
+    """What all workers of a tensor-parallel group hold together.
+
+    Each shard is in ``copies`` of them; a worker takes the set with its own copy, so that together they see
+    every copy.
+    """
     size = get_tensor_model_parallel_world_size()
     if size == 1:
         return shard
     shards = tensor_model_parallel_all_gather(shard.contiguous(), dimension).chunk(size, dimension)
-    return torch.cat(shards[::copies], dimension)
+    return torch.cat(shards[get_tensor_model_parallel_rank() % copies :: copies], dimension)
 
 
 def _computing(module: Any) -> Tensor:

@@ -122,11 +122,11 @@ def test_a_tensor_that_vllm_spoils_is_found_and_the_old_ones_restored(make_engin
     original = worker.WorkerExtension._rzero_reload
     spoil = [True]
 
-    def reload(self, held, weights):
+    def reload(self, weights):
         weights = dict(weights)
         if spoil.pop() if spoil else False:
             weights["model.norm.weight"] = weights["model.norm.weight"] + 1
-        original(self, held, weights)
+        original(self, weights)
 
     monkeypatch.setattr(worker.WorkerExtension, "_rzero_reload", reload)
     with pytest.raises(EngineError, match=r"1 of 21 tensors differ .* after loading, first model.norm"):

@@ -29,8 +29,9 @@ def when_step(engine, count, monkeypatch, act):
             thread = threading.Thread(target=act)
             thread.start()
             threads.append(thread)
-            with engine._condition:  # go on once it has been asked for; it is granted after this token
-                engine._condition.wait_for(lambda: engine._pausing or engine._draining)
+            boundary = engine._boundary
+            with boundary.condition:  # go on once it has been asked for; it is granted after this token
+                boundary.condition.wait_for(lambda: boundary.wanted or boundary.draining)
         return outputs
 
     monkeypatch.setattr(engine._core, "step", step)
