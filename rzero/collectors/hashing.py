@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -81,8 +83,32 @@ def tensor_digest(tensor: Tensor) -> int:
         >>> tensor_digest(a) == tensor_digest(a.clone()), tensor_digest(a) == tensor_digest(b)
         (True, False)
     """
-    flat = tensor.detach().contiguous().view(-1)
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    words = flat.view(integer).to(torch.int64)
-    index = torch.arange(len(words), device=words.device)
-    return int(splitmix64(words ^ splitmix64(index)).sum()) if len(words) else 0
+    return tensor_digests([tensor])[0]
+
+
+def tensor_digests(tensors: Sequence[Tensor]) -> list[int]:
+    """``tensor_digest`` of each of many tensors, small ones in a few calls together.
+
+    Args:
+        tensors: As for ``tensor_digest``, all on one device.
+    """
+    digests: list[int] = []
+    batch: list[Tensor] = []
+    for tensor in tensors:
+        if batch and sum(map(len, batch)) + tensor.numel() > _DIGESTED_TOGETHER:
+            digests += _digests(batch)
+            batch = []
+        flat = tensor.detach().contiguous().view(-1)
+        batch.append(flat.view(_INTEGERS[flat.element_size()]).to(torch.int64))
+    return digests + (_digests(batch) if batch else [])
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DIGESTED_TOGETHER = 1 << 20  # elements
+
+
+def _digests(words: Sequence[Tensor]) -> list[int]:
+    joined = words[0] if len(words) == 1 else torch.cat(list(words))
+    index = torch.cat([torch.arange(len(part), device=part.device) for part in words])
+    hashed = splitmix64(joined ^ splitmix64(index)).split([len(part) for part in words])
+    return torch.stack([part.sum() for part in hashed]).tolist()

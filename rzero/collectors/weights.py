@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from rzero.collectors.engine import EngineError
-from rzero.collectors.hashing import tensor_digest
+from rzero.collectors.hashing import tensor_digests
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def policy_weights(policy: nn.Module | TensorDictBase | Mapping[str, Tensor]) ->
 
 def weight_digests(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """One 64-bit digest per tensor, see ``tensor_digest``."""
-    return {name: tensor_digest(tensor) for name, tensor in weights.items()}
+    return dict(zip(weights, tensor_digests([*weights.values()]), strict=True))
 
 
 def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], digests: Mappi
             )
     old = {name: tensor.clone() for name, tensor in own.items()}
     _overwrite(own, weights)
-    wrong = [name for name, tensor in own.items() if tensor_digest(tensor) != digests[name]]
+    wrong = [name for name, digest in weight_digests(own).items() if digest != digests[name]]
     if wrong:
         _overwrite(own, old)
         raise EngineError(
