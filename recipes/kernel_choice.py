@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recipes.errors import RecipeError
-from rzero.kernels import align, kernel_fingerprint, log_softmax
+from rzero.kernels import align, log_softmax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +40,12 @@ def put_kernels_under(model: Any, name: str) -> Kernels:
             name=name, fingerprint=native, log_softmax=lambda logits: torch.log_softmax(logits, dim=-1)
         )
     try:
-        align(model)
+        alignment = align(model)
     except TypeError as error:
         raise RecipeError(
             f"--kernels exact does not support this model, use --kernels native: {error}"
         ) from error
-    return Kernels(name=name, fingerprint=kernel_fingerprint(), log_softmax=log_softmax)
+    return Kernels(name=name, fingerprint=alignment.fingerprint, log_softmax=log_softmax)
 
 
 def require_ratios_of_one(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor) -> None:

@@ -195,7 +195,7 @@ class VLLMEngine:
                     self._boundary.fail(error)
                 raise
             self._version = version
-            self._slots.start_over_untouched(version)
+            self._slots.on_publish()
             if self._in_flight is InFlightPolicy.RECOMPUTE_CACHE or not self._slots:
                 self._core.forget_cache(running=bool(self._slots))
 
@@ -269,7 +269,7 @@ class VLLMEngine:
         """Give vLLM waiting requests while there are slots."""
         with self._boundary.condition:  # a drain must see what is about to start
             while self._pending and len(self._slots) < self._max_slots and not self._boundary.draining:
-                self._slots.start(self._pending.popleft(), self._version)
+                self._slots.start(self._pending.popleft())
 
 
 def _refuse(temperature: float, max_slots: int, transfer: str, own_process: bool) -> None:

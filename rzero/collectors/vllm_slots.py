@@ -71,6 +71,7 @@ class Slots:
         self._temperature, self._eos = temperature, eos_token_ids
         self._slots: dict[str, Slot] = {}
         self._named = 0
+        self._publishes = 0
         self.cached_tokens = 0
 
     def __len__(self) -> int:
@@ -81,7 +82,7 @@ class Slots:
         """Of their requests."""
         return {slot.request.uid for slot in self._slots.values()}
 
-    def start(self, slot: Slot, version: int) -> None:
+    def start(self, slot: Slot) -> None:
         """Give a request to vLLM; it shares keys and values with those that started with the same weights."""
         params = sampling_params(
             temperature=self._temperature,
@@ -92,15 +93,16 @@ class Slots:
         )
         self._named += 1
         name = f"{slot.request.uid}.{self._named}"
-        slot.internal_name = self._core.add(name, slot.request.prompt, params, salt=str(version))
+        slot.internal_name = self._core.add(name, slot.request.prompt, params, salt=str(self._publishes))
         self._slots[name] = slot
 
-    def start_over_untouched(self, version: int) -> None:
+    def on_publish(self) -> None:
         """Let responses without a token start with the new weights, which share no keys with older ones."""
+        self._publishes += 1
         for name in [name for name, slot in self._slots.items() if not slot.tokens]:
             slot = self._slots.pop(name)
             self._core.abort(slot.internal_name)
-            self.start(slot, version)
+            self.start(slot)
 
     def abort(self, uids: set[int]) -> list[Finished]:
         """Stop responses; returns what was drawn of them."""

@@ -137,11 +137,11 @@ def _load_model(original: Callable[..., None]) -> Callable[..., None]:
         model = self.model_runner.get_model()
         kinds = refuse_unsupported_model(model)
         vllm_layers.give_rotary_tables(model, self.vllm_config.model_config)
-        model.rzero_kernels = kernel_fingerprint()
+        model.rzero_kernels = kernel_fingerprint(next(model.parameters()).device)
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         print(
             f"rzero: {type(model).__name__} under vLLM {vllm.__version__} computes with "
-            f"{kernel_fingerprint()}: {counted}, log-probabilities",
+            f"{model.rzero_kernels}: {counted}, log-probabilities",
             file=sys.stderr,
             flush=True,
         )

@@ -1,5 +1,7 @@
 """Every supported family: bits equal to the aligned model of Hugging Face, weights right after a publish."""
 
+import resource
+
 import pytest
 import torch
 
@@ -91,8 +93,16 @@ def test_each_tensor_arrives(make_engine, name, kernels):
     torch.testing.assert_close(completion.behavior_log_probs.double(), expected, atol=1e-4, rtol=0)
 
 
+@pytest.fixture
+def shared_memory(tmp_path, monkeypatch):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    monkeypatch.setattr("rzero.collectors.vllm_transfer.SHARED_MEMORY", folder)
+    return folder
+
+
 @pytest.mark.parametrize("kernels", ["exact", "native"])
-def test_weights_that_do_not_fit_are_refused_and_the_old_ones_kept(make_engine, kernels):
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_kept(make_engine, kernels, shared_memory):
     model, other = tiny(), named_weights(tiny(seed=1))
     engine = make_engine(model, kernels=kernels)
 
@@ -109,6 +119,19 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_kept(make_engine, 
     )
     refused({**other, name: other[name].bfloat16()}, weight_digests(other), r"got torch.bfloat16")
     refused({**other, name: other[name] + 1}, weight_digests(other), "1 of 21 tensors differ .* on arrival")
+    engine.swap(0, named_weights(model), weight_digests(named_weights(model)))
+    assert not list(shared_memory.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        refused(
+            other,
+            weight_digests(other),
+            r"the weights must fit into a file .*/shared/rzero-\w+\.safetensors, got",
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(shared_memory.iterdir())
     completion = engine.submit(request(0, max_new_tokens=8)).result()
     expected = full_forward_log_probs(model, completion.request.prompt, completion.response)
     torch.testing.assert_close(completion.behavior_log_probs.double(), expected, atol=1e-4, rtol=0)
@@ -133,3 +156,21 @@ def test_a_tensor_that_vllm_spoils_is_found_and_the_old_ones_restored(make_engin
         engine.swap(1, other, weight_digests(other))
     assert engine.weight_digests() == weight_digests(named_weights(model))
     assert engine.version() == 0
+
+
+def test_an_engine_that_lost_its_weights_stops(make_engine, monkeypatch):
+    import rzero.collectors.vllm_worker as worker
+
+    engine, other = make_engine(tiny()), named_weights(tiny(seed=1))
+    future = engine.submit(request(0, max_new_tokens=200))
+
+    def reload(self, weights):
+        raise OSError("nothing can be loaded")
+
+    monkeypatch.setattr(worker.WorkerExtension, "_rzero_reload", reload)
+    with pytest.raises(EngineError, match="nothing can be loaded"):
+        engine.swap(1, other, weight_digests(other))
+    with pytest.raises(EngineError, match="nothing can be loaded"):
+        future.result(timeout=60)
+    with pytest.raises(EngineError, match=r"VLLMEngine.submit: the engine has failed"):
+        engine.submit(request(1))

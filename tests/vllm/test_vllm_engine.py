@@ -1,6 +1,8 @@
 """What is vLLM's own in VLLMEngine: spans, aborts, pauses, prefix caches, and what is refused."""
 
+import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +62,11 @@ def test_a_swap_after_token_two_of_five(make_engine, monkeypatch, in_flight):
         assert from_new.min() > 1e-4 if kept else from_new.max() < 1e-5
 
 
+def cached_pages(engine):
+    scheduler = engine._core._engine.engine_core.engine_core.scheduler
+    return len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+
+
 def test_no_response_that_starts_after_a_swap_sees_older_keys(make_engine, monkeypatch):
     prompt = tuple([1] + [3 + i % 20 for i in range(100)])
     engine = make_engine(
@@ -69,7 +76,9 @@ def test_no_response_that_starts_after_a_swap_sees_older_keys(make_engine, monke
     assert engine.cached_tokens() == 0
     engine.submit(request(1, prompt=prompt)).result()
     assert engine.cached_tokens() == 96
+    assert cached_pages(engine) > 0
     swap_to(engine, 1, seed=1)
+    assert cached_pages(engine) == 0  # nothing is running that needs them
     engine.submit(request(2, prompt=prompt)).result()
     assert engine.cached_tokens() == 96
 
@@ -121,6 +130,19 @@ def test_pause_modes(make_engine, monkeypatch, mode, code, length):
     assert [len(f.result().response) for f in (first, second)] == [length or 9, 9]
 
 
+def test_a_swap_that_would_wait_for_ever_is_refused(make_engine, monkeypatch):
+    engine = make_engine(eos_token_ids=(), in_flight=InFlightPolicy.FINISH_FIRST)
+    threads = when_step(engine, 2, monkeypatch, engine.pause)
+    future = engine.submit(request(0))
+    while not threads:
+        pass
+    threads[0].join()
+    with pytest.raises(RuntimeError, match=r"VLLMEngine.swap: the engine must not be paused while half-"):
+        swap_to(engine, 1, seed=1)
+    engine.resume()
+    assert future.result().policy_version.tolist() == [0] * 6
+
+
 def test_tokens_depend_on_the_seed_and_not_on_the_neighbours(make_engine):
     engine = make_engine(max_slots=8)
     together = [f.result() for f in [engine.submit(request(i, seed=100 - 60 * i)) for i in range(8)]]
@@ -163,7 +185,7 @@ def completion_output(**changes):
         "cumulative_logprob": None,
         "finish_reason": "stop",
     }
-    fields |= {"logprobs": [{5: Logprob(-0.5)}, {6: Logprob(-0.25)}]}
+    fields |= {"logprobs": [{9: Logprob(-9.0), 5: Logprob(-0.5)}, {6: Logprob(-0.25), 5: Logprob(-3.0)}]}
     fields |= {"weight_versions": [span("3", 0, 1), span("4", 1, 2)]}
     return CompletionOutput(**{**fields, **changes})
 
@@ -219,6 +241,35 @@ def test_refusals(make_engine, monkeypatch):
     monkeypatch.setattr("rzero.kernels.vllm_align.VLLM_VERSIONS", ("0.31.0",))
     with pytest.raises(RuntimeError, match=r"version of vLLM must be one of \('0.31.0',\), got '0.32.0'"):
         make_engine()
+
+
+def test_what_vllm_keeps_once_a_process_is_not_shared(make_engine, monkeypatch):
+    from rzero.collectors import vllm_core
+    from rzero.kernels.vllm_align import align_vllm
+
+    own = {"VLLM_DIST_IDENT": ""}  # vLLM's own
+    environment = {**os.environ, **own}
+    make_engine()
+    assert {**os.environ, **own} == environment
+    with pytest.raises(RuntimeError, match=r"at most one engine may run inside a process"):
+        vllm_core.VLLMCore._refuse_second_state(SimpleNamespace(_own_process=False))
+    with pytest.raises(EngineError, match=r"kernels 'exact' must be under every worker"):
+        monkeypatch.setattr(vllm_core, "_plugin", lambda: lambda: lambda: None)
+        make_engine()
+    monkeypatch.undo()
+    undo = align_vllm("exact")
+    with pytest.raises(EngineError, match=r"vLLM must compute with its own kernels, got \['exact-"):
+        make_engine(kernels="native")
+    undo()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match=r"own_process must be True where torch.distributed is init"):
+        make_engine()
+    torch.distributed.destroy_process_group()
+
+
+def test_the_fingerprint_is_of_the_kernels_on_the_model_s_device(make_engine, monkeypatch):
+    monkeypatch.setattr("rzero.kernels.vllm_align.kernel_fingerprint", lambda device: f"kernels of {device}")
+    assert make_engine().context().kernel_fingerprint == "kernels of cpu"
 
 
 def test_weights_must_be_published_first(make_engine):
