@@ -28,6 +28,8 @@ from recipes.reinforce_zero import learn
 from recipes.samplers import run_sampler
 from rzero.collectors import AsyncRolloutCollector
 
+START = 10  # publishes that are not counted: the first ones wait for engines that make their first calls
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Config):
@@ -70,7 +72,7 @@ def measure(config: BenchmarkConfig, learners: Learners, channels: Channels) -> 
     return {
         "step": step,
         "wait": summary["learner_idle_share"] * step,
-        "publish": 1000 * statistics.mean(publishing),
+        "publish": 1000 * statistics.mean(publishing[START:]),
         "learner idle": summary["learner_idle_share"],
         "sampler idle": summary["sampler_idle_share"],
         "lag": summary["lag"]["token_mean"]["per_token"]["mean"],

@@ -133,4 +133,5 @@ def _extra_columns(
 
 
 def _array(value: Tensor) -> np.ndarray:
-    return value.detach().cpu().contiguous().numpy()
+    plain = value.is_cpu and not value.requires_grad and value.is_contiguous()
+    return value.numpy() if plain else value.detach().cpu().contiguous().numpy()

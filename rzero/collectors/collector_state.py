@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from rzero.buffers import ProvenanceReplayBuffer
@@ -51,11 +52,12 @@ class CollectorState:
 
     def state_dict(self) -> OrderedDict:
         """See ``AsyncRolloutCollector.state_dict``."""
+        finished = join_groups([self.finished[ticket] for ticket in self.scheduler.finished])
         return OrderedDict(
             scheduler=self.scheduler.state_dict(),
             prompts=self._prompt_stream("state_dict").state_dict(),
             in_flight=[list(pair) for pair in self.sampler.prompt_ids.items()],
-            finished=join_groups([self.finished[ticket] for ticket in self.scheduler.finished]),
+            finished={name: torch.from_numpy(field) for name, field in finished.items()},
             buffer=self.buffer.state_dict(),
             failures=self.failures.state_dict(),
             frames=self.frames,
@@ -75,7 +77,8 @@ class CollectorState:
         self.scheduler.publish(version)
         prompts.load_state_dict(state_dict["prompts"])
         self.buffer.load_state_dict(state_dict["buffer"])
-        groups = split_groups(state_dict["finished"], group_size=self.group_size)
+        finished = {name: field.numpy() for name, field in state_dict["finished"].items()}
+        groups = split_groups(finished, group_size=self.group_size)
         self.finished = dict(zip(self.scheduler.finished, groups, strict=True))
         self.failures.load_state_dict(state_dict["failures"])
         self.frames, self.batches = state_dict["frames"], state_dict["batches"]

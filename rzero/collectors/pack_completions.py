@@ -1,4 +1,7 @@
-"""From what engines sampled and what it was worth to what the buffer takes."""
+"""From what engines sampled and what it was worth to what the buffer takes.
+
+In NumPy, because each call of torch hands the interpreter's lock to the learner's thread.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rzero.buffers import ROW_FIELDS, TOKEN_FIELDS, PackedBatch
 from rzero.collectors.engine import Completion, packed_rows
 
-# NumPy's calls are short and keep the interpreter's lock; each of torch's gives it to the learner's thread.
-_NUMPY_DTYPES = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in ROW_FIELDS.items()}
+_ROW_DTYPES = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in ROW_FIELDS.items()}
 
-Fields = Mapping[str, Tensor]
+Fields = Mapping[str, np.ndarray]
 """Whole responses end to end, as the fields of a ``PackedBatch`` without ``cu_seqlens``."""
 
 
@@ -45,33 +46,39 @@ def group_fields(completions: Sequence[Completion], rewards: Sequence[float]) ->
         "t_first_ns": [c.t_first_ns for c in completions],
         "t_done_ns": [c.t_done_ns for c in completions],
     }
-    columns = {name: rows[name] for name in TOKEN_FIELDS}
-    columns |= {name: np.array(numbers[name], dtype=dtype) for name, dtype in _NUMPY_DTYPES.items()}
-    columns["digest"] = np.stack([c.digest.numpy() for c in completions])
-    return {name: torch.from_numpy(column) for name, column in columns.items()}
+    fields = {name: rows[name] for name in TOKEN_FIELDS}
+    fields |= {name: np.array(numbers[name], dtype=dtype) for name, dtype in _ROW_DTYPES.items()}
+    fields["digest"] = np.stack([c.digest.numpy() for c in completions])
+    return fields
 
 
-def join_groups(groups: Sequence[Fields]) -> dict[str, Tensor]:
+def join_groups(groups: Sequence[Fields]) -> dict[str, np.ndarray]:
     """Several groups end to end; no field for no group."""
     if not groups:
         return {}
-    return {name: torch.cat([group[name] for group in groups]) for name in groups[0]}
+    return {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
 
 
 def split_groups(fields: Fields, *, group_size: int) -> list[Fields]:
-    """The inverse of ``join_groups``."""
+    """The inverse of ``join_groups``, as views."""
     if not fields:
         return []
-    tokens = (fields["prompt_length"] + fields["response_length"]).long()
-    sizes = tokens.view(-1, group_size).sum(1).tolist()
-    columns = {
-        name: field.split(sizes if name in TOKEN_FIELDS else group_size) for name, field in fields.items()
-    }
-    return [{name: parts[k] for name, parts in columns.items()} for k in range(len(sizes))]
+    rows = list(range(0, len(fields["uid"]) + 1, group_size))
+    tokens = np.concatenate([[0], np.cumsum(_lengths(fields))])[rows].tolist()
+    bounds = {name: tokens if name in TOKEN_FIELDS else rows for name in fields}
+    return [
+        {name: field[bounds[name][k] : bounds[name][k + 1]] for name, field in fields.items()}
+        for k in range(len(rows) - 1)
+    ]
 
 
 def pack_groups(groups: Sequence[Fields]) -> PackedBatch:
     """At least one group, as the buffer takes them."""
-    fields: dict[str, Any] = join_groups(groups)
-    lengths = (fields["prompt_length"] + fields["response_length"]).long()
-    return PackedBatch(cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), **fields)
+    fields = join_groups(groups)
+    fields["cu_seqlens"] = np.concatenate([[0], np.cumsum(_lengths(fields))])
+    tensors: dict[str, Any] = {name: torch.from_numpy(field) for name, field in fields.items()}
+    return PackedBatch(**tensors)
+
+
+def _lengths(fields: Fields) -> np.ndarray:
+    return fields["prompt_length"].astype(np.int64) + fields["response_length"]
