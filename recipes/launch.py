@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import signal
@@ -116,6 +117,12 @@ def run(
     except BaseException:
         traceback.print_exc()
     _end(code)
+
+
+def keep_heap() -> None:
+    """Tell the garbage collector that what is there stays: going through it takes 0.2 s, again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _connect() -> None:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from recipes.config import Config, default_config
 from recipes.evaluation import evaluate
 from recipes.kernel_choice import require_ratios_of_one
-from recipes.launch import Channels, parse, run
+from recipes.launch import Channels, keep_heap, parse, run
 from recipes.learners import Learners
 from recipes.objectives import OBJECTIVES
 from recipes.policy import Policy, load_policy
@@ -139,6 +139,7 @@ def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, A
     if config.resume is None:
         checkpoints.save(0, log)
 
+    keep_heap()
     batches = log.waiting(log.collector) if log else None
     for version in range(start, config.updates):
         batch = learners.next_batch(batches)  # whole groups, each response once

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 
+from recipes.launch import keep_heap
 from recipes.policy import Policy, new_model
 from rzero.collectors import Channel, GenerationEngine, RemoteEngine, TransformersEngine, serve_engine
 from rzero.collectors.transport import Message
@@ -63,6 +64,7 @@ def _serve(told: Mapping[str, str], outgoing: Channel, incoming: Channel) -> Non
         engine = TransformersEngine(
             model, **law, kernel_fingerprint=kernels.fingerprint, log_softmax=kernels.log_softmax
         )
+    keep_heap()
     serve_engine(engine, outgoing, incoming)
     engine.close()
 
