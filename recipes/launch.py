@@ -103,6 +103,7 @@ def run(
         else:
             sample(*channels[LEARNER])
         dist.destroy_process_group()
+        gc.unfreeze()  # see ``keep_heap``
         sys.exit(0)
     except RecipeError as error:
         _say(f"error: {error}")
