@@ -241,6 +241,8 @@ def _engine_args(
     if taken:
         raise ValueError(f"VLLMEngine: engine_args must leave {taken} to VLLMEngine, got {dict(more)}")
     cpu = current_platform.is_cpu()
+    if cpu and transfer == "nccl":
+        raise ValueError("VLLMEngine: transfer must be 'shared_memory' where vLLM runs on a CPU, got 'nccl'")
     config = transformers.AutoConfig.from_pretrained(model)
     settings: dict[str, Any] = {
         "dtype": str(config.dtype or torch.float32).removeprefix("torch."),

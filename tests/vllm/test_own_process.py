@@ -36,6 +36,7 @@ def engine(tmp_path_factory):
         in_flight=InFlightPolicy.RECOMPUTE_CACHE,
         engine_args=SMALL,
     )
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in os.environ  # nothing below needs it
     yield engine
     engine.close()
 

@@ -225,6 +225,8 @@ def test_refusals(make_engine, monkeypatch):
         make_engine(transfer="ipc")
     with pytest.raises(ValueError, match=r"own_process must be True with transfer='nccl'"):
         make_engine(transfer="nccl")
+    with pytest.raises(ValueError, match=r"must be 'shared_memory' where vLLM runs on a CPU, got 'nccl'"):
+        make_engine(transfer="nccl", own_process=True)
     with pytest.raises(ValueError, match=r"must leave \['enforce_eager', 'logprobs_mode'\] to VLLMEngine"):
         make_engine(engine_args={"logprobs_mode": "raw_logprobs", "enforce_eager": False})
     with pytest.raises(ValueError, match=r"kernels must be one of \('exact', 'triton'\), got 'fast'"):
