@@ -52,14 +52,16 @@ class WorkloadMeter:
     def state_dict(self) -> dict[str, Any]:
         """All that is kept."""
         return {
-            "rows": [torch.from_numpy(rows) for rows in self._rows],
+            "rows": torch.from_numpy(np.concatenate([np.zeros((3, 0), np.int64), *self._rows], axis=1)),
+            "sizes": [rows.shape[1] for rows in self._rows],
             "train_seconds": list(self._train_seconds),
             "group_size": self._group_size,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep what ``state_dict`` returned instead."""
-        self._rows = deque((rows.numpy() for rows in state_dict["rows"]), maxlen=self._rows.maxlen)
+        rows = np.split(state_dict["rows"].numpy(), np.cumsum(state_dict["sizes"])[:-1], axis=1)
+        self._rows = deque(rows if state_dict["sizes"] else (), maxlen=self._rows.maxlen)
         self._train_seconds = deque(state_dict["train_seconds"], maxlen=self._train_seconds.maxlen)
         self._group_size = state_dict["group_size"]
 
