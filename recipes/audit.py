@@ -18,11 +18,10 @@ from recipes.audit_report import audit_table, draw_audit
 from recipes.config import Config
 from recipes.launch import Channels, parse, run
 from recipes.learners import Learners
-from recipes.policy import load_policy
+from recipes.policy import new_policy
 from recipes.reinforce_zero import learn
 from recipes.run_folder import new_run_folder
 from recipes.samplers import run_sampler, start_samplers
-from recipes.tasks import ReasoningTasks
 from rzero.audit import AuditReport
 from rzero.collectors import WeightPublisher, named_weights
 
@@ -41,15 +40,7 @@ class AuditConfig(Config):
 
 def identical_weights(config: AuditConfig, channels: Channels, *, kernels: str) -> AuditReport:
     """Step 1: build engines, publish the learner's weights to them, compare."""
-    tasks = ReasoningTasks(config.tasks, seed=config.seed, held_out_size=config.held_out)
-    policy = load_policy(
-        config.model,
-        specs=config.tasks,
-        tasks=tasks,
-        temperature=config.temperature,
-        warm_up_steps=config.warm_up_steps,
-        kernels=kernels,
-    )
+    policy = new_policy(replace(config, kernels=kernels))
     engines = start_samplers(policy, channels, max_slots=config.max_slots)
     WeightPublisher(engines).publish(named_weights(policy.model), version=0)
     report = policy.audit(

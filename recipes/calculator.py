@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from recipes.tasks import Problem, ReasoningTasks
+from recipes.task_sources import Tasks
+from recipes.tasks import Problem
 from rzero.collectors import Prompt, Step
 
 CALL = "="  # The token that ends a turn and asks for the value.
@@ -82,7 +83,7 @@ class Calculator:
         tasks: Whose verifier scores the answer.
     """
 
-    def __init__(self, tokenizer: Any, tasks: ReasoningTasks) -> None:
+    def __init__(self, tokenizer: Any, tasks: Tasks) -> None:
         self._tokenizer, self._tasks = tokenizer, tasks
 
     async def reset(self, prompt: Prompt, *, seed: int) -> Sequence[int]:

@@ -19,6 +19,8 @@ LEAST |= {
     "temperature": 1e-3,
     "max_slots": 1,
     "checkpoint_every": 0,
+    "micro_batch_tokens": 0,
+    "weight_decay": 0,
     "eval_every": 1,
     "held_out": 1,
     "held_out_samples": 1,
@@ -26,7 +28,8 @@ LEAST |= {
 
 # What a resumed run may be given anew: how long it lasts, what is measured, kept and tolerated, and on what.
 MAY_CHANGE = {"updates", "eval_every", "audit_every", "checkpoint_every", "record", "tensorboard", "runs"}
-MAY_CHANGE |= {"resume", "learners", "max_slots", "tolerate_failures"}
+MAY_CHANGE |= {"resume", "learners", "micro_batch_tokens", "recompute_activations", "max_slots"}
+MAY_CHANGE |= {"tolerate_failures"}
 
 Objective = Literal[
     "reinforce_zero",
@@ -56,6 +59,10 @@ class Config:
     """What an update minimises: the method, or an ablation of it (``recipes/objectives.py``)."""
     tasks: tuple[str, ...] = ("basic_arithmetic",)
     """Data sets of reasoning-gym, mixed in equal parts; each NAME or NAME:KEY=VALUE,KEY=VALUE."""
+    problems: Path | None = None
+    """File of mathematical problems to train on (``recipes/math_problems.py``), in place of ``tasks``."""
+    held_out_problems: Path | None = None
+    """File of held-out ones; without it, the last ones of ``problems`` are held out."""
     model: Path | None = None
     """Folder of a local Hugging Face causal LM with its tokenizer; without it, a tiny Llama is made and
     warmed up."""
@@ -68,7 +75,9 @@ class Config:
     temperature: float = 1.0
     """The logits are divided by it, when sampling and when learning; greater than 0."""
     lr: float = 1e-4
-    """Learning rate of AdamW (betas 0.9 and 0.95, no weight decay)."""
+    """Learning rate of AdamW, whose betas are 0.9 and 0.95."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
     lr_warm_up: int = 20
     """Updates over which the learning rate rises from 0."""
     max_grad_norm: float = 1.0
@@ -90,6 +99,15 @@ class Config:
     wire_dtype: Literal["model", "bfloat16"] = "model"
     """Weights travel, and are sampled and learned with, in this precision; the optimizer keeps the
     model's."""
+    compute_dtype: Literal["model", "bfloat16"] = "model"
+    """Weights travel, and samplers and learners compute, in it; the optimizer keeps float32 by FSDP2, so
+    that at least two must learn."""
+    recompute_activations: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where all ranks compute; a rank has the GPU of its number on its machine."""
+    micro_batch_tokens: int = 0
+    """Whole responses of about so many tokens are computed at a time; 0 for a whole batch at once."""
     learners: int = 1
     """Ranks that learn, with FSDP2 if several; all others sample."""
     tolerate_failures: bool = False
@@ -121,6 +139,15 @@ class Config:
             raise RecipeError("--in-flight needs a queue: --nominal-lag must be at least 1, got 0")
         if self.in_flight and self.deterministic:
             raise RecipeError("--deterministic needs credits, and not --in-flight")
+        if self.compute_dtype != "model" and (self.learners < 2 or self.wire_dtype != "model"):
+            raise RecipeError(
+                "--compute-dtype bfloat16 needs --learners of at least 2, and no --wire-dtype, "
+                f"got {self.learners} and {self.wire_dtype}"
+            )
+        if self.held_out_problems and not self.problems:
+            raise RecipeError("--held-out-problems needs --problems")
+        if self.problems and not self.model:
+            raise RecipeError("--problems needs --model: the tiny one is made for reasoning-gym")
         if self.record and not self.checkpoint_every:
             raise RecipeError("--record needs checkpoints: --checkpoint-every must be at least 1, got 0")
         if self.resume is not None:
@@ -134,6 +161,11 @@ class Config:
                     f"--{field.name.replace('_', '-')} is {was} in {self.resume} and cannot become {now}; "
                     f"leave it out, or start a new run"
                 )
+
+    @property
+    def compute(self) -> torch.dtype | None:
+        """``compute_dtype`` as FSDP2 takes it."""
+        return torch.bfloat16 if self.compute_dtype == "bfloat16" else None
 
     @property
     def wire(self) -> torch.dtype | None:
@@ -150,8 +182,8 @@ def saved_config(run: Path) -> Config:
     try:
         saved: dict[str, Any] = json.loads((run / "config.json").read_text())
         saved["tasks"] = tuple(saved["tasks"])
-        for name in ("model", "runs"):
-            saved[name] = None if saved[name] is None else Path(saved[name])
+        for name in ("model", "runs", "problems", "held_out_problems"):
+            saved[name] = None if saved.get(name) is None else Path(saved[name])
         return Config(**{**saved, "resume": None})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(f"--resume must name the folder of a run, got {run}: {error}") from error

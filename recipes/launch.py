@@ -54,8 +54,8 @@ def parse(config_class: type[ConfigT], *, default: ConfigT, description: str) ->
     if code:
         words = [line.strip("│╭╮╰╯─ ") for line in said.getvalue().splitlines()]
         _say("error: " + " ".join(word for word in words if word and word != "Parsing error"))
-    if code and not _is_learner():
-        time.sleep(GRACE)  # torchrun ends all ranks when one ends; the learner shall have said why by then.
+    if code:
+        _let_the_learner_say_why()
     sys.exit(code)
 
 
@@ -65,6 +65,7 @@ def run(
     *,
     learners: int = 1,
     tolerate_failures: bool = False,
+    device: str = "cpu",
 ) -> NoReturn:
     """Connect the ranks, run this one's part, and end the process.
 
@@ -73,6 +74,7 @@ def run(
         sample: Called on every other rank with the channels (to, from) rank 0.
         learners: The first so many ranks learn, the others sample.
         tolerate_failures: Whether a rank that samples may die without ending the job.
+        device: ``cpu``, or ``cuda`` if the learners compute on GPUs.
     """
     # tqdm's own lock is a semaphore of the system, which os._exit would leak.
     tqdm.set_lock(threading.RLock())
@@ -90,13 +92,13 @@ def run(
         if tolerate_failures and int(os.environ["RANK"]) >= learners and not is_supervised():
             supervise()
             sys.exit(0)
-        _connect()
+        _connect(device)
         channels = open_channels(LEARNER, list(range(learners, world)))
         # Every rank must take part in making a group, also those outside it.
         group = dist.new_group(list(range(learners)), backend="gloo") if learners > 1 else None
         saving_group = cast(dist.ProcessGroup | None, group)
         if dist.get_rank() < learners:
-            learn(Learners(learners, saving_group), channels)
+            learn(Learners(learners, saving_group, device=device), channels)
             for outgoing, _ in channels.values():
                 with contextlib.suppress(ConnectionLost):  # its rank has ended already
                     outgoing.send(Message("stop"))
@@ -107,6 +109,7 @@ def run(
         sys.exit(0)
     except RecipeError as error:
         _say(f"error: {error}")
+        _let_the_learner_say_why()
         code = 2
     except SystemExit:
         raise  # Everything was closed in order, and Python may take its leave as usual.
@@ -126,13 +129,15 @@ def keep_heap() -> None:
     gc.freeze()
 
 
-def _connect() -> None:
+def _connect(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("--device cuda needs a GPU that torch can use, got none")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
     if os.environ.get("WORLD_SIZE") == str(local):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # All ranks are here: stay on the loopback.
     try:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RecipeError(
@@ -147,6 +152,11 @@ def _is_learner() -> bool:
 def _say(line: str) -> None:
     if _is_learner():
         print(line, file=sys.stderr, flush=True)
+
+
+def _let_the_learner_say_why() -> None:
+    if not _is_learner():
+        time.sleep(GRACE)  # torchrun ends all ranks when one ends
 
 
 def _end(code: int) -> NoReturn:

@@ -14,9 +14,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from recipes.config import Config
 from recipes.errors import RecipeError
 from recipes.kernel_choice import Kernels, put_kernels_under
-from recipes.tasks import Problem, ReasoningTasks
+from recipes.task_sources import Tasks, load_tasks
+from recipes.tasks import Problem
 from recipes.tiny_model import cached_tiny_model, default_cache_dir, encode_prompts
 from rzero.audit import AuditReport, audit
 from rzero.collectors import (
@@ -44,13 +46,20 @@ class Policy:
         tasks: The problems it is trained and measured on.
         temperature: Of sampling and of learning.
         kernels: Under the model, in the learner and in every sampler.
+        compute_dtype: In which learner and samplers compute, if it is not the model's.
     """
 
     model: Any
     tokenizer: Any
-    tasks: ReasoningTasks
+    tasks: Tasks
     temperature: float
     kernels: Kernels
+    compute_dtype: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which learner and samplers compute."""
+        return self.compute_dtype or self.model.dtype
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -132,8 +141,9 @@ class Policy:
         max_new_tokens: int,
     ) -> AuditReport:
         """Compare an engine with a model of the weights of ``version``, on held-out problems."""
-        model, kernels = new_model(self.model.config, dtype=self.model.dtype, kernels=self.kernels.name)
-        load_weights(model, weights, weight_digests({n: t.to(self.model.dtype) for n, t in weights.items()}))
+        name, device = self.kernels.name, self.model.device
+        model, kernels = new_model(self.model.config, dtype=self.dtype, kernels=name, device=device)
+        load_weights(model, weights, weight_digests({n: t.to(self.dtype) for n, t in weights.items()}))
         problems = self.tasks.held_out
         return audit(
             engine,
@@ -204,9 +214,37 @@ class TaskPrompts:
         self._encoded: deque[Prompt] = deque()
 
 
-def new_model(config: Any, *, dtype: torch.dtype, kernels: str) -> tuple[Any, Kernels]:
+def new_policy(config: Config, *, device: torch.device | str = "cpu") -> Policy:
+    """The model that a run begins with, and its problems."""
+    policy = load_policy(
+        config.model,
+        specs=config.tasks,
+        tasks=load_tasks(
+            config.tasks,
+            config.problems,
+            config.held_out_problems,
+            seed=config.seed,
+            held_out=config.held_out,
+        ),
+        temperature=config.temperature,
+        warm_up_steps=config.warm_up_steps,
+        kernels=config.kernels,
+        head_size=32 if config.engine == "vllm" else 16,  # vLLM's attention for CPUs takes no less
+        compute_dtype=config.compute,
+        device=device,
+    )
+    if config.recompute_activations:
+        policy.model.gradient_checkpointing_enable()
+        policy.model.train()  # or nothing is recomputed; the models have no dropout
+    return policy
+
+
+def new_model(
+    config: Any, *, dtype: torch.dtype, kernels: str, device: torch.device | str = "cpu"
+) -> tuple[Any, Kernels]:
     """A causal LM of a config, its weights still to come, and the kernels under it."""
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.eval().to(device)
     return model, put_kernels_under(model, kernels)
 
 
@@ -214,13 +252,17 @@ def load_policy(
     model: Path | None,
     *,
     specs: Sequence[str],
-    tasks: ReasoningTasks,
+    tasks: Tasks,
     temperature: float,
     warm_up_steps: int,
     kernels: str,
     head_size: int = 16,
+    compute_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
 ) -> Policy:
     """Load a local model, or make the tiny one on the first call and load it.
+
+    With a ``compute_dtype`` its own weights are float32, so that small updates are not lost.
 
     Raises:
         RecipeError: If the folder is missing or holds no causal LM with a tokenizer.
@@ -234,15 +276,17 @@ def load_policy(
         )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", local_files_only=True
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto" if compute_dtype is None else torch.float32, local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise RecipeError(f"--model {folder} could not be loaded: {str(error).splitlines()[0]}") from error
+    loaded.to(device)
     return Policy(
         model=loaded.eval(),
         tokenizer=tokenizer,
         tasks=tasks,
         temperature=temperature,
         kernels=put_kernels_under(loaded, kernels),
+        compute_dtype=compute_dtype,
     )

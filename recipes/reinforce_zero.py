@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
@@ -23,12 +24,11 @@ from recipes.kernel_choice import require_ratios_of_one
 from recipes.launch import Channels, keep_heap, parse, run
 from recipes.learners import Learners
 from recipes.objectives import OBJECTIVES
-from recipes.policy import Policy, load_policy
+from recipes.policy import Policy, new_policy
 from recipes.recording import record_update
 from recipes.resume import RunCheckpoints
 from recipes.run_log import RunLog
 from recipes.samplers import run_sampler, start_samplers
-from recipes.tasks import ReasoningTasks
 from rzero.buffers import PackedBatch, ProvenanceReplayBuffer, TokenLogStorage
 from rzero.collectors import (
     AsyncRolloutCollector,
@@ -85,51 +85,52 @@ def compute_gradients(
     objective = OBJECTIVES[config.objective]
     share = learners.share(batch, group_size=config.group_size)
     advantages = objective.advantages(share, batch, config.group_size)
+    # Each prompt is computed once for its group, but FSDP2 and recomputation allow no cache: each row alone.
+    cached = learners.size == 1 and not config.recompute_activations
+    parts = learners.micro_batches(
+        batch, share, group_size=config.group_size, tokens=config.micro_batch_tokens
+    )
+    losses, tokens = [], {"log_probs": [], "entropies": []}
     with rounded_weights(policy.model, config.wire):  # as the samplers hold them
-        log_probs, entropies = causal_lm_log_probs(
-            policy.model,
-            share.token_ids,
-            share.cu_seqlens,
-            share.response_mask,
-            temperature=config.temperature,
-            # Each prompt is computed once for its group, but FSDP2 allows one forward: each row alone.
-            prompt_length=share.prompt_length if learners.size == 1 else None,
-            log_softmax=policy.kernels.log_softmax,
-        )
-        if config.nominal_lag == 0 and config.kernels == "exact":
-            require_ratios_of_one(log_probs, share.behavior_log_probs, share.response_mask)
-        loss = objective.loss(log_probs, share, advantages, batch.num_responses)
-        loss = learners.backward(loss)
-    tokens = {"log_probs": log_probs, "entropies": entropies}
-    whole = {name: learners.together(batch, x, group_size=config.group_size) for name, x in tokens.items()}
-    return {"loss": loss, **whole}
+        for rows, part in parts:
+            log_probs, entropies = causal_lm_log_probs(
+                policy.model,
+                part.token_ids,
+                part.cu_seqlens,
+                part.response_mask,
+                temperature=config.temperature,
+                prompt_length=part.prompt_length if cached else None,
+                log_softmax=policy.kernels.log_softmax,
+            )
+            if config.nominal_lag == 0 and config.kernels == "exact":
+                require_ratios_of_one(log_probs, part.behavior_log_probs, part.response_mask)
+            loss = objective.loss(log_probs, part, advantages[rows], batch.num_responses)
+            losses.append(learners.backward(loss))
+            tokens["log_probs"].append(log_probs.detach())
+            tokens["entropies"].append(entropies)
+    whole = {
+        name: learners.together(batch, torch.cat(values), group_size=config.group_size)
+        for name, values in tokens.items()
+    }
+    return {"loss": torch.stack(losses).sum(), **whole}
 
 
 def new_optimizer(config: Config, model: Any) -> tuple[AdamW, LambdaLR]:
     """AdamW and the rise of its learning rate."""
-    optimizer = AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     return optimizer, LambdaLR(optimizer, lambda k: min(1.0, (k + 1) / (config.lr_warm_up + 1)))
 
 
 def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, Any] | None:
     """The algorithm, on every rank that learns; the first one collects, publishes and returns a summary."""
     with learners.first_before_others():
-        tasks = ReasoningTasks(config.tasks, seed=config.seed, held_out_size=config.held_out)
-        policy = load_policy(
-            config.model,
-            specs=config.tasks,
-            tasks=tasks,
-            temperature=config.temperature,
-            warm_up_steps=config.warm_up_steps,
-            kernels=config.kernels,
-            head_size=32 if config.engine == "vllm" else 16,  # vLLM's attention for CPUs takes no less
-        )
+        policy = new_policy(config, device=learners.device)
     model = policy.model
-    learners.shard(model)
+    learners.shard(model, compute_dtype=config.compute)
     optimizer, schedule = new_optimizer(config, model)
     checkpoints = RunCheckpoints(config, learners, model, optimizer, schedule)
     start = checkpoints.resume_training()  # 0 in a new run
-    weights, log = learners.full_weights(model), None
+    weights, log = learners.full_weights(model, dtype=config.compute), None
     if learners.first:
         collector = start_collector(config, policy, channels, weights, version=start)
         log = RunLog(config, collector, partial(new_scheduler, config), folder=checkpoints.folder)
@@ -153,7 +154,7 @@ def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, A
         optimizer.step()
         schedule.step()
 
-        weights, grad_norm = learners.full_weights(model), learners.full(grad_norm)
+        weights, grad_norm = learners.full_weights(model, dtype=config.compute), learners.full(grad_norm)
         if log:
             if config.deterministic:
                 log.collector.quiesce()
@@ -177,6 +178,7 @@ def main(preset: Config | None = None) -> None:
         run_sampler,
         learners=config.learners,
         tolerate_failures=config.tolerate_failures,
+        device=config.device,
     )
 
 

@@ -24,10 +24,9 @@ from recipes.config import Config, saved_config
 from recipes.errors import RecipeError
 from recipes.learners import Learners
 from recipes.objectives import OBJECTIVES
-from recipes.policy import Policy, load_policy
+from recipes.policy import Policy, new_policy
 from recipes.recording import RecordedUpdate, gradient_digests, read_update
 from recipes.reinforce_zero import compute_gradients, new_optimizer
-from recipes.tasks import ReasoningTasks
 from rzero.buffers import segments, unpack
 from rzero.checkpoint import Checkpointer, CheckpointError, TrainingState
 
@@ -75,7 +74,7 @@ def replay(run: Path, update: int) -> Replayed:
     config, learners = saved_config(run), Learners(1)
     recorded = read_update(run, update)
     torch.set_num_threads(recorded.threads)  # torch's own kernels split sums by threads
-    policy = _load_policy(config)
+    policy = new_policy(config)
     optimizer, schedule = new_optimizer(config, policy.model)
     start = _load_checkpoint(run, update, policy, optimizer, schedule)
     for version in range(start, update):
@@ -91,18 +90,6 @@ def replay(run: Path, update: int) -> Replayed:
         loss=float(measured["loss"]),
         log_probs=measured["log_probs"],
         gradients=gradient_digests(learners, policy.model),
-    )
-
-
-def _load_policy(config: Config) -> Policy:
-    return load_policy(
-        config.model,
-        specs=config.tasks,
-        tasks=ReasoningTasks(config.tasks, seed=config.seed, held_out_size=config.held_out),
-        temperature=config.temperature,
-        warm_up_steps=config.warm_up_steps,
-        kernels=config.kernels,
-        head_size=32 if config.engine == "vllm" else 16,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +27,8 @@ def start_samplers(
     """On the learner's rank: have each sampler build an engine, still without its weights."""
     settings = {
         "config": policy.model.config.to_json_string(use_diff=False),
-        "dtype": str(policy.model.dtype).removeprefix("torch."),
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "device": policy.model.device.type,
         "eos_token_ids": json.dumps(policy.eos_token_ids),
         "temperature": repr(policy.temperature),
         "tokenizer_digest": policy.tokenizer_digest,
@@ -47,6 +49,8 @@ def run_sampler(outgoing: Channel, incoming: Channel) -> None:
 
 
 def _serve(told: Mapping[str, str], outgoing: Channel, incoming: Channel) -> None:
+    if told["device"] == "cuda":
+        _see_own_gpu_alone()
     raw = json.loads(told["config"])
     config = transformers.AutoConfig.for_model(**raw)
     law: dict[str, Any] = {
@@ -58,15 +62,25 @@ def _serve(told: Mapping[str, str], outgoing: Channel, incoming: Channel) -> Non
     }
     if told["engine"] == "vllm":
         config.architectures = [told["architecture"]]
-        engine = _vllm_engine(config, law, dtype=told["dtype"], kernels=told["kernels"])
+        on_gpu = {"exact": "triton"} if told["device"] == "cuda" else {}
+        kernels = on_gpu.get(told["kernels"], told["kernels"])
+        engine = _vllm_engine(config, law, dtype=told["dtype"], kernels=kernels)
     else:
-        model, kernels = new_model(config, dtype=getattr(torch, told["dtype"]), kernels=told["kernels"])
+        dtype = getattr(torch, told["dtype"])
+        model, kernels = new_model(config, dtype=dtype, kernels=told["kernels"], device=told["device"])
         engine = TransformersEngine(
             model, **law, kernel_fingerprint=kernels.fingerprint, log_softmax=kernels.log_softmax
         )
     keep_heap()
     serve_engine(engine, outgoing, incoming)
     engine.close()
+
+
+def _see_own_gpu_alone() -> None:
+    """Leave this rank, and the processes that it starts, the GPU of its number on this machine."""
+    local = int(os.environ["LOCAL_RANK"])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local] if visible else str(local)
 
 
 def _vllm_engine(config: Any, law: dict[str, Any], *, dtype: str, kernels: Any) -> GenerationEngine:

@@ -1,0 +1,45 @@
+"""Where problems come from: what every source of them does, and which one a run has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from recipes.math_problems import MathTasks
+from recipes.tasks import Problem, ReasoningTasks
+
+
+class Tasks(Protocol):
+    """Problems with a verifier.
+
+    Attributes:
+        held_out: Problems that are never trained on.
+    """
+
+    held_out: list[Problem]
+
+    def stream(self, cursor: int) -> Iterator[Problem]:
+        """Training problems from an index on, in the same order every time."""
+        ...
+
+    def problem(self, prompt_id: int) -> Problem:
+        """The training problem of an index."""
+        ...
+
+    def score(self, problem: Problem, answer: str) -> float:
+        """The score of an answer in [0, 1]; 1 is correct."""
+        ...
+
+
+def load_tasks(
+    specs: Sequence[str], problems: Path | None, held_out_problems: Path | None, *, seed: int, held_out: int
+) -> Tasks:
+    """The problems of a file if one is given, else those of reasoning-gym.
+
+    Raises:
+        RecipeError: See the two sources.
+    """
+    if problems is None:
+        return ReasoningTasks(specs, seed=seed, held_out_size=held_out)
+    return MathTasks(problems, held_out_problems, seed=seed, held_out_size=held_out)
