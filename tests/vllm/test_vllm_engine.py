@@ -97,8 +97,10 @@ def test_no_response_that_starts_after_a_swap_sees_older_keys(make_engine, monke
 def test_an_abort_returns_what_was_drawn(make_engine, monkeypatch):
     engine = make_engine(eos_token_ids=(), version=7, max_slots=2)
     threads = when_step(engine, 4, monkeypatch, lambda: engine.abort({0, 2}))
+    engine.pause()
     futures = [engine.submit(request(i, max_new_tokens=9)) for i in range(3)]
-    sampled, neighbour, waiting = [future.result() for future in futures]
+    engine.resume()
+    sampled, neighbour, waiting = [future.result(timeout=60) for future in futures]
     threads[0].join()
     assert {c.finish_code for c in (sampled, waiting)} == {FinishCode.ABORT}
     assert (len(sampled.response), len(waiting.response)) == (4, 0)
@@ -125,9 +127,25 @@ def test_pause_modes(make_engine, monkeypatch, mode, code, length):
     if code is None:
         assert not first.done()
     else:
+        assert first.done()
         assert (first.result().finish_code, len(first.result().response)) == (code, length)
     engine.resume()
     assert [len(f.result().response) for f in (first, second)] == [length or 9, 9]
+
+
+def test_freed_slots_stay_empty_while_responses_end(make_engine, monkeypatch):
+    engine = make_engine(eos_token_ids=(), max_slots=2)
+    threads = when_step(engine, 3, monkeypatch, lambda: engine.pause("wait"))
+    engine.pause()
+    lengths = [9, 5, 9]
+    long, short, waiting = (engine.submit(request(i, max_new_tokens=lengths[i])) for i in range(3))
+    engine.resume()
+    while not threads:
+        pass
+    threads[0].join()
+    assert [future.done() for future in (long, short, waiting)] == [True, True, False]
+    engine.resume()
+    assert len(waiting.result().response) == 9
 
 
 def test_a_swap_that_would_wait_for_ever_is_refused(make_engine, monkeypatch):
