@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
 from typing import Any, final
 
 from tensordict import TensorDictBase
@@ -27,7 +28,7 @@ from rzero.collectors.prompt import Prompt
 from rzero.collectors.publisher import PublishReport, WeightPublisher
 from rzero.collectors.rewards import RewardFunction, SingleTurn
 from rzero.collectors.scheduler import Scheduler
-from rzero.collectors.weights import policy_weights
+from rzero.collectors.weights import only_policy, policy_weights
 
 
 @final
@@ -214,21 +215,19 @@ class AsyncRolloutCollector(BaseCollector):
                 f"AsyncRolloutCollector.update_policy_weights_: all engines get the one policy, "
                 f"got worker_ids={worker_ids!r}, model_id={model_id!r}"
             )
-        named = {} if weights_dict is None else dict(weights_dict)
-        given = [x for x in (policy_or_weights, weights, policy, *named.values()) if x is not None]
-        if len(given) > 1 or named.keys() - {"policy"}:
-            raise TypeError(
-                f"AsyncRolloutCollector.update_policy_weights_: one policy must be given, got {len(given)} "
-                f"values and weights_dict of {sorted(named)}"
-            )
-        if not given:
+        given = only_policy(policy_or_weights, weights, policy, weights_dict=weights_dict)
+        if given is None:
             return self.publisher.update_weights()
-        new = policy_weights(given[0])
-        if isinstance(given[0], TensorDictBase):
+        new = policy_weights(given)
+        if isinstance(given, TensorDictBase):
             # It may name tied weights twice, and buffers that never travel.
-            held = self.engines[0].weight_digests()
-            new = {name: tensor for name, tensor in new.items() if name in held}
+            new = {name: tensor for name, tensor in new.items() if name in self._weight_names}
         self.publisher.publish_async(new, self._scheduler.learner_version)
+
+    @cached_property
+    def _weight_names(self) -> set[str]:
+        """Of the tensors that the engines hold."""
+        return set(self.engines[0].weight_digests())
 
     @property
     def policy_version(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -21,7 +22,26 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def policy_weights(policy: nn.Module | TensorDictBase | Mapping[str, Tensor]) -> dict[str, Tensor]:
+Policy = nn.Module | TensorDictBase | Mapping[str, Tensor]
+
+
+def only_policy(*given: Policy | None, weights_dict: Mapping[str, Any] | None) -> Policy | None:
+    """What was passed in one of the ways of TorchRL's ``update_policy_weights_``; None if nothing was.
+
+    Raises:
+        TypeError: If there are more, or ``weights_dict`` names another model than ``policy``.
+    """
+    named = {} if weights_dict is None else dict(weights_dict)
+    there = [policy for policy in (*given, *named.values()) if policy is not None]
+    if len(there) > 1 or named.keys() - {"policy"}:
+        raise TypeError(
+            f"AsyncRolloutCollector.update_policy_weights_: one policy must be given, got {len(there)} "
+            f"values and weights_dict of {sorted(named)}"
+        )
+    return there[0] if there else None
+
+
+def policy_weights(policy: Policy) -> dict[str, Tensor]:
     """The named weights of a model, or those that a TensorDict or another mapping holds.
 
     Raises:
