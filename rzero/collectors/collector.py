@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,17 +14,13 @@ from torch import Tensor, nn
 from torchrl.collectors import BaseCollector
 
 from rzero.buffers import PackedBatch, ProvenanceReplayBuffer
-from rzero.collectors.collector_state import CollectorState
-from rzero.collectors.drain import drain
 from rzero.collectors.engine import Completion, EngineLost, GenerationEngine, GenerationRequest
 from rzero.collectors.engine_pool import EnginePool
-from rzero.collectors.failures import FailureCounts, GroupFailed
-from rzero.collectors.group_sampler import GroupSampler
 from rzero.collectors.interaction import Interaction
-from rzero.collectors.pack_completions import group_fields, pack_groups, split_groups
 from rzero.collectors.prompt import Prompt
 from rzero.collectors.publisher import PublishReport, WeightPublisher
 from rzero.collectors.rewards import RewardFunction, SingleTurn
+from rzero.collectors.rollout_loop import RolloutLoop
 from rzero.collectors.scheduler import Scheduler
 from rzero.collectors.weights import only_policy, policy_weights
 
@@ -98,49 +92,27 @@ class AsyncRolloutCollector(BaseCollector):
         self.publisher = publisher or WeightPublisher(engines)
         self.publisher.add_done_callback(self._published)
         self._pool = EnginePool(engines, tolerate_lost=self.publisher.tolerate_lost)
-        self._prompts = prompts
         self._interaction = reward_fn if isinstance(reward_fn, Interaction) else SingleTurn(reward_fn)
-        self._scheduler, self._buffer, self._timeout = scheduler, buffer, timeout
-        self._postproc = postproc
-        self._lock = threading.Lock()  # guards the scheduler and what has finished
-        self._boundary = threading.Condition()  # held while events are handled; otherwise all agrees
-        self._error: BaseException | None = None
-        self._failures = FailureCounts(patience=scheduler.capacity)
-        self._accepted: list[tuple[int, list[Completion], list[float]]] = []  # empty when all agrees
-        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sampler = GroupSampler(
+        self._scheduler, self._postproc, self._timeout = scheduler, postproc, timeout
+        self._loop = RolloutLoop(
             self._pool,
+            prompts,
             self._interaction,
-            events=self._events,
-            accept=self._accept,
-            fail=self._fail,
+            scheduler=scheduler,
+            buffer=buffer,
             group_size=group_size,
             max_new_tokens=max_new_tokens,
             seed=seed,
+            timeout=timeout,
         )
-        self._state = CollectorState(
-            scheduler=scheduler,
-            prompts=prompts,
-            sampler=self._sampler,
-            buffer=buffer,
-            failures=self._failures,
-            interaction=self._interaction,
-            group_size=group_size,
-        )
-        self._stopping = False
-        self._thread: threading.Thread | None = None
-
-    # ------------------------------------------------------------------ what the learner calls
 
     def start(self) -> None:
         """Begin to sample in the background; iterating does this by itself."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="AsyncRolloutCollector", daemon=True)
-            self._thread.start()
+        self._loop.start()
 
     def is_running(self) -> bool:
         """Whether the background thread works."""
-        return self._thread is not None and self._thread.is_alive() and not self._stopping
+        return self._loop.is_running()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -157,26 +129,14 @@ class AsyncRolloutCollector(BaseCollector):
     def iterator(self) -> Iterator[Any]:
         """Batches for the learner, one after the other, without end."""
         self.start()
-        while not self._stopping:
+        while not self._loop.stopping:
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
-            batch = self._next_batch()
-            with self._lock:
-                self._scheduler.train(batch.group_id.unique().tolist())
-            self._state.frames += int(batch.response_mask.sum())
-            self._state.batches += 1
-            self._events.put(None)
+            batch = self._loop.next_batch()
             out = batch if self._postproc is None else self._postproc(batch)
             if self.post_collect_hook is not None:
                 self.post_collect_hook(out)  # pyright: ignore[reportArgumentType]  # torchrl knows TensorDicts only
             yield out
-
-    def _next_batch(self) -> PackedBatch:
-        try:
-            return self._buffer.sample(timeout=self._timeout)
-        except TimeoutError as error:
-            error.add_note(str(self._failures))
-            raise
 
     @property
     def learner_version(self) -> int:
@@ -249,17 +209,12 @@ class AsyncRolloutCollector(BaseCollector):
         Sampled tokens (``frames``) and batches delivered, versions, engines that live, and groups by what
         became of them, failures also by their reasons.
         """
-        with self._lock:
-            counts = self._scheduler.counts
-            counts |= {f"failed/{reason}": n for reason, n in self._failures.by_reason.items()}
-            learner_version = self._scheduler.learner_version
         return {
-            "frames": self._state.frames,
-            "batches": self._state.batches,
+            "frames": self._loop.state.frames,
+            "batches": self._loop.state.batches,
             "policy_version": self.policy_version,
-            "learner_version": learner_version,
             "engines": len(self.engines),
-            **counts,
+            **self._loop.counts(),
         }
 
     def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -279,16 +234,13 @@ class AsyncRolloutCollector(BaseCollector):
 
     def seconds_outside(self) -> float:
         """How long a group is on the way between processes or being rewarded, in seconds, mean so far."""
-        return self._sampler.seconds_outside()
+        return self._loop.sampler.seconds_outside()
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """Stop the background thread, waiting for it ``timeout`` seconds at most, and close the engines."""
-        self._stopping = True
-        self._events.put(None)
-        if self._thread is not None:
-            self._thread.join(self._timeout if timeout is None else timeout)
+        self._loop.stop(timeout)
         self._interaction.close()
         for engine in self.engines:
             with suppress(EngineLost) if self.publisher.tolerate_lost else nullcontext():
@@ -296,7 +248,7 @@ class AsyncRolloutCollector(BaseCollector):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed what is sampled from now on; returns the seed."""
-        self._sampler.seed = seed
+        self._loop.sampler.seed = seed
         return seed
 
     def quiesce(self) -> None:
@@ -308,22 +260,7 @@ class AsyncRolloutCollector(BaseCollector):
         Raises:
             TimeoutError: If that takes longer than ``timeout`` seconds.
         """
-        self.start()
-
-        def quiet() -> bool:
-            if self._error is not None:
-                raise self._error
-            if self._scheduler.version < self.learner_version:
-                return False
-            self._advance()
-            return not self._scheduler.running
-
-        with self._boundary:
-            if not self._boundary.wait_for(quiet, self._timeout):
-                raise TimeoutError(
-                    f"AsyncRolloutCollector.quiesce: all groups must be complete within {self._timeout:g} s, "
-                    f"got {len(self._scheduler.running)} running"
-                )
+        self._loop.quiesce()
 
     def state_dict(self) -> OrderedDict:
         """Everything that is not with the learner, as it stands between events, in tensors and JSON.
@@ -335,8 +272,7 @@ class AsyncRolloutCollector(BaseCollector):
         Raises:
             TypeError: If the prompts are no ``PromptStream``, and could not be found again.
         """
-        with self._boundary, self._lock:
-            return self._state.state_dict()
+        return self._loop.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was taken, and sample again what was in flight.
@@ -348,75 +284,11 @@ class AsyncRolloutCollector(BaseCollector):
             ValueError: If it was saved with other settings, or the engines hold another version.
             TypeError: If the prompts are no ``PromptStream``.
         """
-        if self._thread is not None:
-            raise RuntimeError("AsyncRolloutCollector.load_state_dict: must come before the first batch")
-        self._state.load_state_dict(state_dict)
-
-    # ------------------------------------------------------------------ the background thread
-
-    def _run(self) -> None:
-        try:
-            with self._boundary:
-                self._advance()
-            while not self._stopping:
-                events = drain(self._events)
-                with self._boundary:
-                    for event in events:
-                        if event is not None:
-                            event()
-                    self._pack_accepted()
-                    self._advance()
-                    self._boundary.notify_all()
-        except BaseException as error:
-            self._abort(error)
-
-    def _abort(self, error: BaseException) -> None:
-        self._buffer.abort(error)
-        with self._boundary:
-            self._error = self._error or error
-            self._boundary.notify_all()
-
-    def _advance(self) -> None:
-        """Hand over what may be handed over, then start what may start."""
-        with self._lock:
-            released = [self._state.finished.pop(ticket) for ticket in self._scheduler.release()]
-        if released:
-            self._buffer.extend(pack_groups(released))
-        while True:
-            with self._lock:
-                ticket = self._scheduler.admit()
-            if ticket is None:
-                return
-            self._sampler.start(ticket, next(self._prompts))
-
-    def _accept(self, ticket: int, completions: list[Completion], rewards: list[float]) -> None:
-        self._failures.succeeded()
-        self._accepted.append((ticket, completions, rewards))
-
-    def _pack_accepted(self) -> None:
-        """Pack what a series of events completed, all at once."""
-        accepted, self._accepted = self._accepted, []
-        if not accepted:
-            return
-        completions = [completion for _, group, _ in accepted for completion in group]
-        fields = group_fields(completions, [reward for _, _, rewards in accepted for reward in rewards])
-        groups = split_groups(fields, group_size=self._state.group_size)
-        with self._lock:
-            for (ticket, _, _), group in zip(accepted, groups, strict=True):
-                self._state.finished[ticket] = group
-                self._scheduler.accept(ticket)
-
-    def _fail(self, ticket: int, error: GroupFailed) -> None:
-        with self._lock:
-            self._scheduler.fail(ticket)
-        self._failures.add(error)
+        self._loop.load_state_dict(state_dict)
 
     def _published(self, future: Future[PublishReport]) -> None:
         error = future.exception()
         if error is not None:
-            self._abort(error)
-            return
-        with self._boundary, self._lock:
-            self._scheduler.publish(future.result().version)
-            self._boundary.notify_all()
-        self._events.put(None)
+            self._loop.abort(error)
+        else:
+            self._loop.published(future.result().version)

@@ -390,7 +390,7 @@ class Declaring(Faulty):
 def test_a_fault_in_one_trajectory_costs_its_group_and_no_other(make_engine, caplog, kind, reason, when):
     faulty = type(kind.__name__, (kind,), {"when": when})
     with caplog.at_level(logging.WARNING):
-        batches, stats = collect(make_engine, faulty, timeout=0.5)
+        batches, stats = collect(make_engine, faulty, timeout=1.5)
     trained = {prompt for batch in batches for prompt in batch.prompt_id.tolist()}
     assert FAULTY not in trained
     assert set(range(FAULTY)) | {FAULTY + 1} <= trained

@@ -71,7 +71,7 @@ def test_nothing_is_sampled_within_a_pause(make_engine):
     with collector.pause():
         busy = engine.busy_seconds()
         with pytest.raises(TimeoutError):
-            collector._buffer.sample(timeout=0.3)
+            collector._loop._buffer.sample(timeout=0.3)
         assert engine.busy_seconds() == busy
     assert next_batch(collector).num_responses == PROMPTS * GROUP
     collector.shutdown()
