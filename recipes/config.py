@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from recipes.errors import RecipeError, require_least
+from recipes.profiles import PROFILES
 
 LEAST = {"nominal_lag": 0, "updates": 1, "prompts_per_update": 1, "group_size": 1, "max_new_tokens": 1}
 LEAST |= {
@@ -29,7 +30,7 @@ LEAST |= {
 # What a resumed run may be given anew: how long it lasts, what is measured, kept and tolerated, and on what.
 MAY_CHANGE = {"updates", "eval_every", "audit_every", "checkpoint_every", "record", "tensorboard", "runs"}
 MAY_CHANGE |= {"resume", "learners", "micro_batch_tokens", "recompute_activations", "max_slots"}
-MAY_CHANGE |= {"tolerate_failures"}
+MAY_CHANGE |= {"tolerate_failures", "dry_run"}
 
 Objective = Literal[
     "reinforce_zero",
@@ -47,6 +48,8 @@ ONE_RESPONSE_IS_ENOUGH = {"batch_mean", "flash_reinforce"}
 class Config:
     """REINFORCE Zero on reasoning problems: the first ranks learn, the others sample."""
 
+    profile: Literal["tiny", "r1d-1.5b"] = "tiny"
+    """Settings that the other flags change (``recipes/profiles.py``)."""
     nominal_lag: int = 2
     """Updates that the samplers may be behind, on average, when a response is trained on; 0 is
     synchronous."""
@@ -129,6 +132,8 @@ class Config:
     """Folder under which the run's own folder is made."""
     tensorboard: bool = False
     """Write TensorBoard events beside the CSV files."""
+    dry_run: bool = False
+    """Print the plan of the run, its memory and its predicted lag, and end; needs no GPU."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run."""
@@ -146,8 +151,6 @@ class Config:
             )
         if self.held_out_problems and not self.problems:
             raise RecipeError("--held-out-problems needs --problems")
-        if self.problems and not self.model:
-            raise RecipeError("--problems needs --model: the tiny one is made for reasoning-gym")
         if self.record and not self.checkpoint_every:
             raise RecipeError("--record needs checkpoints: --checkpoint-every must be at least 1, got 0")
         if self.resume is not None:
@@ -195,18 +198,30 @@ def default_config(preset: Config | None) -> Config:
     Args:
         preset: None if the recipe stands for no nominal lag and no objective of its own.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--resume", type=Path)
-    run = parser.parse_known_args()[0].resume
-    if run is None:
-        return preset or Config()
+    parser.add_argument("--profile", choices=PROFILES, default="tiny")
     try:
-        saved = saved_config(run)
-        if preset is None:
-            return saved
-        named: dict[str, Any] = {"nominal_lag": preset.nominal_lag}
-        if preset.objective != Config.objective:
-            named["objective"] = preset.objective
-        return replace(saved, **named)
-    except RecipeError:  # The flags are going to be refused for it.
+        flags = parser.parse_known_args()[0]
+        if flags.resume is None:
+            return _of_profile(flags.profile, preset)
+        saved = saved_config(flags.resume)
+    except (RecipeError, argparse.ArgumentError):  # The flags are going to be refused for it.
         return preset or Config()
+    if preset is None:
+        return saved
+    named: dict[str, Any] = {"nominal_lag": preset.nominal_lag}
+    if preset.objective != Config.objective:
+        named["objective"] = preset.objective
+    return replace(saved, **named)
+
+
+def _of_profile(profile: str, preset: Config | None) -> Config:
+    """A profile, of which a preset changes what it names."""
+    settings = {**PROFILES[profile], "profile": profile}
+    if preset is not None:
+        usual = Config()
+        named = {field.name: getattr(preset, field.name) for field in fields(Config)}
+        settings |= {name: value for name, value in named.items() if value != getattr(usual, name)}
+        settings["nominal_lag"] = preset.nominal_lag
+    return Config(**settings)

@@ -215,7 +215,15 @@ class TaskPrompts:
 
 
 def new_policy(config: Config, *, device: torch.device | str = "cpu") -> Policy:
-    """The model that a run begins with, and its problems."""
+    """The model that a run begins with, and its problems.
+
+    Raises:
+        RecipeError: See ``load_policy``; if the run needs a model or problems that no flag names.
+    """
+    if config.model is None and (config.problems or config.profile != "tiny"):
+        raise RecipeError("--model must name a folder: the tiny one is made for reasoning-gym alone")
+    if config.problems is None and config.profile != "tiny":
+        raise RecipeError(f"--problems must name a file: --profile {config.profile} has none of its own")
     policy = load_policy(
         config.model,
         specs=config.tasks,

@@ -24,6 +24,7 @@ from recipes.kernel_choice import require_ratios_of_one
 from recipes.launch import Channels, keep_heap, parse, run
 from recipes.learners import Learners
 from recipes.objectives import OBJECTIVES
+from recipes.plan import print_plan
 from recipes.policy import Policy, new_policy
 from recipes.recording import record_update
 from recipes.resume import RunCheckpoints
@@ -173,6 +174,9 @@ def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, A
 def main(preset: Config | None = None) -> None:
     """Read the flags and run this process's part."""
     config = parse(Config, default=default_config(preset), description=Config.__doc__ or "")
+    if config.dry_run:
+        print_plan(config, new_scheduler(config))
+        return
     run(
         partial(learn, config),
         run_sampler,
