@@ -11,6 +11,7 @@ import select
 import subprocess
 import sys
 import threading
+import weakref
 from typing import final
 
 from recipes.errors import RecipeError
@@ -51,7 +52,7 @@ class MathVerifier:
         if answer is None:
             return 0.0
         with self._lock:
-            process = self._process = self._process or _start()
+            process = self._process = self._process or self._start()
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(json.dumps({"answer": answer, "reference": reference}) + "\n")
             process.stdin.flush()
@@ -69,10 +70,15 @@ class MathVerifier:
         with self._lock:
             self._end()
 
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "recipes.math_verifier"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._finalizer = weakref.finalize(self, _kill, process)
+        return process
+
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+            self._finalizer()
             self._process = None
 
 
@@ -82,9 +88,9 @@ def last_boxed(text: str) -> str | None:
     return None if place < 0 else text[place:]
 
 
-def _start() -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "recipes.math_verifier"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def _kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
 
 
 def _serve() -> None:
