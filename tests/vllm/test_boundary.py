@@ -60,13 +60,32 @@ def test_nothing_is_drawn_while_anybody_holds(switching_often):
     assert sampler.drawn > 0
 
 
+def test_a_hold_waits_for_the_token_that_is_being_drawn():
+    drawing, go_on, found = threading.Event(), threading.Event(), []
+    sampler = Sampler(draw=lambda: (drawing.set(), go_on.wait()))
+    drawing.wait()
+
+    def hold():
+        with sampler.boundary.hold("swap"):
+            found.append(sampler.drawing)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    with sampler.boundary.condition:
+        sampler.boundary.condition.wait_for(lambda: sampler.boundary.wanted or found)
+    go_on.set()
+    holding.join()
+    assert found == [False]
+    sampler.boundary.close()
+
+
 def test_a_pause_outlives_the_holds_in_it():
     sampler = Sampler()
     sampler.boundary.pause()
     drawn = sampler.drawn
     with sampler.boundary.hold("abort"):
         pass
-    sampler.boundary.pause()  # returns only where the thread stands
+    assert sampler.boundary.wanted
     assert sampler.drawn == drawn
     sampler.boundary.resume()
     while sampler.drawn == drawn:
