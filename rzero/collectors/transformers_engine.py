@@ -30,7 +30,6 @@ from rzero.buffers import FinishCode, SamplingContext
 from rzero.collectors.engine import (
     Clock,
     Completion,
-    EngineError,
     GenerationRequest,
     InFlightPolicy,
     packed_rows,
@@ -38,6 +37,7 @@ from rzero.collectors.engine import (
 )
 from rzero.collectors.futures import gathered
 from rzero.collectors.hashing import uniforms
+from rzero.collectors.token_boundary import TokenBoundary
 from rzero.collectors.tracing import traced
 from rzero.collectors.transformers_slots import SlotState
 from rzero.collectors.weights import load_weights, named_weights, weight_digests
@@ -119,17 +119,13 @@ class TransformersEngine:
         self._version, self._in_flight = version, in_flight
 
         self._pending: deque[_Slot] = deque()
-        self._slots: list[
-            _Slot
-        ] = []  # _slots[r] stands in slot r of the cache; occupied slots are contiguous
+        self._slots: list[_Slot] = []  # The r-th stands in slot r of the cache.
         self._max_slots = max_slots
         self._state = SlotState(model.config.num_hidden_layers, self._device)
         self._eos = torch.tensor(eos_token_ids, dtype=torch.long, device=self._device)
 
         self._clock = Clock()
-        self._condition = threading.Condition()
-        self._pausing = self._paused = self._draining = self._closed = False
-        self._error: BaseException | None = None
+        self._boundary = TokenBoundary("TransformersEngine")
         self._busy_ns = 0
         self._thread = threading.Thread(target=self._run, name="TransformersEngine", daemon=True)
         self._thread.start()
@@ -139,14 +135,14 @@ class TransformersEngine:
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         """See ``GenerationEngine.submit``."""
         future: Future[Completion] = Future()
-        with self._condition:
-            self._refuse_if_stopped("submit")
+        with self._boundary.condition:
+            self._boundary.refuse_if_stopped("submit")
             if self._version < 0:
                 raise RuntimeError(
                     "TransformersEngine.submit: weights must be published first, got none so far"
                 )
             self._pending.append(_Slot(request, future, self._clock.now_ns()))
-            self._condition.notify_all()
+            self._boundary.condition.notify_all()
         return future
 
     def submit_group(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
@@ -155,34 +151,21 @@ class TransformersEngine:
 
     def pause(self) -> None:
         """See ``GenerationEngine.pause``."""
-        with self._condition:
-            self._pausing = True
-            self._condition.notify_all()
-            self._condition.wait_for(lambda: self._paused or self._closed or self._error is not None)
-            self._refuse_if_stopped("pause")
+        self._boundary.pause()
 
     def swap(self, version: int, weights: Mapping[str, Tensor], digests: Mapping[str, int]) -> None:
         """See ``GenerationEngine.swap``; the in-flight policy says what becomes of half-sampled responses."""
-        already_pausing = self._pausing
-        if self._in_flight is InFlightPolicy.FINISH_FIRST:
-            self._drain()
-        self.pause()
-        try:
-            with self._condition:
-                load_weights(self.model, weights, digests)
-                self._version = version
-                if self._in_flight is InFlightPolicy.RECOMPUTE_CACHE and self._slots:
-                    self._recompute_cache()
-        finally:
-            self._draining = False
-            if not already_pausing:
-                self.resume()
+        finish_first = self._in_flight is InFlightPolicy.FINISH_FIRST
+        drained = self._boundary.drain("swap", lambda: not self._slots) if finish_first else nullcontext()
+        with drained, self._boundary.hold("swap"):
+            load_weights(self.model, weights, digests)
+            self._version = version
+            if self._in_flight is InFlightPolicy.RECOMPUTE_CACHE and self._slots:
+                self._recompute_cache()
 
     def resume(self) -> None:
         """See ``GenerationEngine.resume``."""
-        with self._condition:
-            self._pausing = False
-            self._condition.notify_all()
+        self._boundary.resume()
 
     def version(self) -> int:
         """See ``GenerationEngine.version``."""
@@ -194,13 +177,8 @@ class TransformersEngine:
 
     def weight_digests(self) -> dict[str, int]:
         """See ``GenerationEngine.weight_digests``."""
-        already_pausing = self._pausing
-        self.pause()
-        try:
+        with self._boundary.hold("weight_digests"):
             return weight_digests(named_weights(self.model))
-        finally:
-            if not already_pausing:
-                self.resume()
 
     def busy_seconds(self) -> float:
         """See ``GenerationEngine.busy_seconds``."""
@@ -208,72 +186,43 @@ class TransformersEngine:
 
     def close(self) -> None:
         """See ``GenerationEngine.close``."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
+        self._boundary.close()
         self._thread.join()
-
-    def _drain(self) -> None:
-        """Return when no response is half sampled; none starts until the swap is over."""
-        with self._condition:
-            self._draining = True
-            self._condition.notify_all()
-            self._condition.wait_for(lambda: not self._slots or self._closed or self._error is not None)
-            self._refuse_if_stopped("swap")
-
-    def _refuse_if_stopped(self, caller: str) -> None:
-        if self._error is not None:
-            raise EngineError(
-                f"TransformersEngine.{caller}: the engine has failed: {self._error}"
-            ) from self._error
-        if self._closed:
-            raise RuntimeError(f"TransformersEngine.{caller}: the engine is closed")
 
     # ------------------------------------------------------------------ the engine's own thread
 
     def _run(self) -> None:
         try:
-            while self._wait_for_work():
+            while self._boundary.wait(self._has_work):
+                if self._boundary.wanted:
+                    self._boundary.stand()
+                    continue
                 started = time.monotonic_ns()
                 self._admit()
-                self._step()
+                if self._slots:
+                    self._step()
                 self._busy_ns += time.monotonic_ns() - started
         except BaseException as error:
-            with self._condition:
-                self._error = error
-                self._condition.notify_all()
+            self._boundary.fail(error)
         finally:
-            reason = self._error or CancelledError("the engine was closed")
+            reason = self._boundary.error or CancelledError("the engine was closed")
             for slot in [*self._slots, *self._pending]:
                 slot.future.set_exception(reason)
             self._slots, self._pending = [], deque()
 
-    def _wait_for_work(self) -> bool:
-        """Stand at the token boundary while there is nothing to do or somebody asked for a pause."""
-        with self._condition:
-            self._paused = self._pausing
-            self._condition.notify_all()
-            while not self._closed and (self._pausing or not self._has_work()):
-                self._paused = self._pausing
-                self._condition.notify_all()
-                self._condition.wait()
-            self._paused = False
-            return not self._closed
-
     def _has_work(self) -> bool:
-        return bool(self._slots or (self._pending and not self._draining))
+        return bool(self._slots or (self._pending and not self._boundary.draining))
 
     def _admit(self) -> None:
         """Prefill waiting prompts, all but their last token, into free slots; equal ones once."""
-        with self._condition:
-            room = 0 if self._draining else min(self._max_slots - len(self._slots), len(self._pending))
-            new = [self._pending.popleft() for _ in range(room)]
-        if not new:
-            return
         first = len(self._slots)
-        self._slots += new
-        self._state.open(first, [slot.request for slot in new])
-        self._prefill({first + i: slot.request.prompt[:-1] for i, slot in enumerate(new)})
+        with self._boundary.condition:  # a drain must see what is about to start
+            while self._pending and len(self._slots) < self._max_slots and not self._boundary.draining:
+                self._slots.append(self._pending.popleft())
+        new = self._slots[first:]
+        if new:
+            self._state.open(first, [slot.request for slot in new])
+            self._prefill({first + i: slot.request.prompt[:-1] for i, slot in enumerate(new)})
 
     def _recompute_cache(self) -> None:
         """Compute keys and values of everything sampled so far by the weights held now."""

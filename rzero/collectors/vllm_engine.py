@@ -36,7 +36,7 @@ from rzero.collectors.engine import (
     InFlightPolicy,
 )
 from rzero.collectors.futures import gathered
-from rzero.collectors.vllm_boundary import TokenBoundary
+from rzero.collectors.token_boundary import TokenBoundary
 from rzero.collectors.vllm_core import VLLMCore
 from rzero.collectors.vllm_slots import Finished, Slot, Slots
 

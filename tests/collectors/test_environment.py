@@ -126,8 +126,10 @@ def test_weights_may_change_between_turns_and_within_one(make_engine):
         if len(drawn) == 3 and kwargs["input_ids"].shape[1] == 1:
             swapping.append(threading.Thread(target=swap, args=(5,)))
             swapping[0].start()
-            with engine._condition:  # go on once the swap has been asked for; it is granted after this token
-                engine._condition.wait_for(lambda: engine._pausing)
+            with (
+                engine._boundary.condition
+            ):  # go on once the swap has been asked for; it is granted after this token
+                engine._boundary.condition.wait_for(lambda: engine._boundary.wanted)
 
     class Swapping(Counting):
         async def step(self, action):

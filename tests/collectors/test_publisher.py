@@ -1,5 +1,3 @@
-import time
-
 import pytest
 import torch
 from torchrl.trainers.trainers import UpdateWeights
@@ -7,7 +5,6 @@ from torchrl.trainers.trainers import UpdateWeights
 from rzero.collectors import (
     EngineError,
     EngineLost,
-    InFlightPolicy,
     WeightPublisher,
     named_weights,
     rounded_weights,
@@ -36,26 +33,16 @@ def test_versions_only_increase(make_engine):
         publisher.publish(named_weights(llama(1)), 1)
 
 
-def held_engine(make_engine, model):
-    """An engine that takes new weights only after ``resume``, when a response is finished."""
-    engine = make_engine(model, eos_token_ids=(), in_flight=InFlightPolicy.FINISH_FIRST)
-    engine.submit(request(0, max_new_tokens=120))
-    while engine.busy_seconds() == 0:
-        time.sleep(0.001)
-    engine.pause()
-    return engine
-
-
 def test_a_background_publish_sends_the_weights_of_the_moment(make_engine):
     learner, sampler = llama(0), llama(1)
-    engine = held_engine(make_engine, sampler)
+    engine = make_engine(sampler)
     done = []
     publisher = WeightPublisher([engine])
     publisher.add_done_callback(done.append)
-    future = publisher.publish_async(learner, 1)
-    with torch.no_grad():
+    with engine._boundary.hold("test"), torch.no_grad():  # no engine takes weights meanwhile
+        future = publisher.publish_async(learner, 1)
         learner.lm_head.weight.add_(1.0)
-    engine.resume()
+        assert not future.done()
     assert future.result().engine_versions == (1,)
     assert done == [future]
     assert torch.equal(sampler.lm_head.weight, llama(0).lm_head.weight)
@@ -105,11 +92,11 @@ def test_the_last_engine_is_never_tolerated_away(make_engine):
 
 
 def test_an_engine_that_does_not_acknowledge_is_named(make_engine):
-    engine = held_engine(make_engine, llama(0))
+    engine = make_engine(llama(0))
     publisher = WeightPublisher([engine], timeout=0.2)
-    with pytest.raises(EngineError, match=r"engine 0 keeps version 0: no acknowledgement within 0.2 s"):
+    refusal = pytest.raises(EngineError, match=r"engine 0 keeps version 0: no acknowledgement within 0.2 s")
+    with engine._boundary.hold("test"), refusal:
         publisher.publish(named_weights(llama(1)), 1)
-    engine.resume()
 
 
 def test_torchrl_trainers_can_send_by_it(make_engine):

@@ -126,8 +126,12 @@ def swap_after_the_second_token(make_engine, in_flight):
         if len(decode_steps) == 2:
             swapping.append(threading.Thread(target=engine.swap, args=(4, weights, weight_digests(weights))))
             swapping[0].start()
-            with engine._condition:  # go on once the swap has been asked for; it is granted after this token
-                engine._condition.wait_for(lambda: engine._pausing or engine._draining)
+            with (
+                engine._boundary.condition
+            ):  # go on once the swap has been asked for; it is granted after this token
+                engine._boundary.condition.wait_for(
+                    lambda: engine._boundary.wanted or engine._boundary.draining
+                )
 
     model.register_forward_pre_hook(swap_during_the_second_token, with_kwargs=True)
     completion = engine.submit(request(0, max_new_tokens=5)).result()

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from rzero.collectors.vllm_boundary import TokenBoundary
+from rzero.collectors.token_boundary import TokenBoundary
 from tests.vllm.real import pytestmark  # noqa: F401
 
 
