@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,16 @@ from recipes.machine import without_runs_folder
 Run = dict[str, Any]
 
 POINTS = 200  # of a curve, so that 20,000 updates are thinned to windows of 100
-MEANS = ("reward", "entropy", "ratio_second_moment", "ess_fraction", "grad_norm", "kl_k3", "lag_mean")
+MEANS = (
+    "reward",
+    "entropy",
+    "ratio_mean",
+    "ratio_second_moment",
+    "ess_fraction",
+    "grad_norm",
+    "kl_k3",
+    "lag_mean",
+)
 MEANS += ("response_length", "zero_variance_groups", "wait_seconds", "train_seconds", "sampler_idle")
 MAXIMA = ("ratio_max", "grad_norm", "lag_max")
 SUMMARY = ("ratio_mean", "ratio_second_moment", "ratio_max", "ess_fraction", "learner_idle_share")
@@ -70,9 +79,9 @@ def read_run(folder: Path) -> Run:
         "series": _series(folder, updates, window) if updates else {},
         "not_finite": sum(not math.isfinite(row[name]) for row in updates for name in ("loss", "grad_norm")),
         "held_out": {row["version"]: row["held_out_accuracy"] for row in rows if "held_out_accuracy" in row},
-        "lag": None if summary is None else summary["lag"]["token_mean"]["per_token"],
+        "lag": _lag_so_far(updates) if summary is None else summary["lag"]["token_mean"]["per_token"],
         "predicted_lag": None if summary is None else (summary["lag"]["predicted"] or {}).get("token_mean"),
-        "totals": {} if summary is None else {name: summary[name] for name in SUMMARY},
+        "totals": _totals_so_far(updates) if summary is None else {name: summary[name] for name in SUMMARY},
         "notes": notes,
     }
 
@@ -98,6 +107,35 @@ def thinned(values: list[float], window: int, reduce: Callable[..., Any] = np.me
     return [float(f"{reduce(chunk):.6g}") for chunk in chunks]
 
 
+def _totals_so_far(updates: list[dict[str, Any]]) -> dict[str, float]:
+    """What a summary would say of a run that broke off, as far as its updates tell it."""
+    if not updates:
+        return {}
+    mean, second = (_over_tokens(updates, name) for name in ("ratio_mean", "ratio_second_moment"))
+    wait, train = (sum(row[name] for row in updates) for name in ("wait_seconds", "train_seconds"))
+    return {
+        "ratio_mean": mean,
+        "ratio_second_moment": second,
+        "ratio_max": max(row["ratio_max"] for row in updates),
+        "ess_fraction": mean**2 / second,
+        "learner_idle_share": wait / (wait + train),
+        "sampler_idle_share": updates[-1]["sampler_idle"],
+        "updates_per_second": len(updates) / (wait + train),
+    }
+
+
+def _lag_so_far(updates: list[dict[str, Any]]) -> dict[str, float] | None:
+    if not updates:
+        return None
+    return {"mean": _over_tokens(updates, "lag_mean"), "max": max(row["lag_max"] for row in updates)}
+
+
+def _over_tokens(updates: list[dict[str, Any]], name: str) -> float:
+    """Mean over all tokens from the means of updates, each of as many responses."""
+    tokens = [row["response_length"] for row in updates]
+    return float(np.average([row[name] for row in updates], weights=tokens))
+
+
 def _series(folder: Path, updates: list[dict[str, Any]], window: int) -> dict[str, list[float]]:
     missing = [name for name in {*MEANS, *MAXIMA} if name not in updates[0]]
     if missing:
@@ -110,13 +148,14 @@ def _series(folder: Path, updates: list[dict[str, Any]], window: int) -> dict[st
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    config, notes = _read_json(folder / "config.json"), []
+    config, unnamed = _read_json(folder / "config.json"), {}
     for field in fields(Config):
         if field.name not in config:
-            if field.default is MISSING:
-                raise RecipeError(f"{folder / 'config.json'} must name {field.name}")
-            config[field.name] = field.default
-            notes.append(f"config.json does not name `{field.name}`; it is taken to be `{field.default}`")
+            unnamed[field.name] = config[field.name] = field.default
+    notes = []
+    if unnamed:
+        taken = ", ".join(f"`{name} = {value}`" for name, value in unnamed.items())
+        notes.append(f"config.json does not name all settings; taken were {taken}")
     kept = {name: value for name, value in config.items() if name not in ("runs", "resume")}
     return kept, notes
 

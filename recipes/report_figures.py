@@ -84,7 +84,7 @@ def _training(runs: list[tuple[Run, dict[str, Any]]]) -> Any:
 def _lag(runs: list[tuple[Run, dict[str, Any]]]) -> Any:
     figure, (axes,) = _new_figure(1, 1, size=(9, 5))
     for run, style in runs:
-        if run["lag"] is None:
+        if run["lag"] is None or "histogram" not in run["lag"]:  # broke off
             continue
         counts = np.asarray(run["lag"]["histogram"], dtype=float)
         label = style["label"] and f"{style['label']}: mean {run['lag']['mean']:.2f}"

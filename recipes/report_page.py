@@ -31,9 +31,9 @@ def page(report: dict[str, Any], labels: dict[str, str], *, title: str) -> str:
         _noise(runs),
         "## What was measured",
         _measurements(runs, labels),
-        "Means over all updates; the gradient norm is the median of windows, and the entropy the mean of "
-        "the first and of the last window. Runs that were not made in turns on an idle machine cannot be "
-        "compared in speed.",
+        "Over all updates, and of a run that broke off over those that it did; the gradient norm is the "
+        "median of windows, and the entropy the mean of the first and of the last window. Runs that were not "
+        "made in turns on an idle machine cannot be compared in speed.",
         *(f"## {text}\n\n![{text}]({name}.png)" for name, text in FIGURES.items()),
         "## What moved first",
         _alarms(runs, labels, report["alarms"]),

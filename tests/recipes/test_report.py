@@ -20,8 +20,8 @@ def folder(tmp_path):
     folder = tmp_path / "lag2-a"
     folder.mkdir()
     write_config(folder, Config(updates=4, eval_every=2))
-    names = "reward loss entropy ratio_second_moment ess_fraction grad_norm kl_k3 lag_mean lag_max ratio_max"
-    names += " response_length zero_variance_groups wait_seconds train_seconds sampler_idle"
+    names = "reward loss entropy ratio_mean ratio_second_moment ratio_max ess_fraction grad_norm kl_k3"
+    names += " lag_mean lag_max response_length zero_variance_groups wait_seconds train_seconds sampler_idle"
     rows = [{"version": 0, "held_out_accuracy": 0.25}]
     rows += [{"update": update, **dict.fromkeys(names.split(), 0.5)} for update in range(4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -58,6 +58,16 @@ def test_a_report_of_two_real_runs(start, tmp_path):
     assert again["runs"] == kept["runs"]
     assert again["verdicts"] == kept["verdicts"]
 
+    # Had the run broken off before its summary, its updates would tell the same.
+    whole = read_run(runs[1])
+    (runs[1] / "summary.json").unlink()
+    broken = read_run(runs[1])
+    assert (whole["finished"], broken["finished"]) == (True, False)
+    for name in ("ratio_mean", "ratio_second_moment", "ratio_max", "ess_fraction"):
+        assert broken["totals"][name] == pytest.approx(whole["totals"][name], rel=1e-4), name
+    for name in ("mean", "max"):
+        assert broken["lag"][name] == pytest.approx(whole["lag"][name]), name
+
 
 def test_a_run_that_broke_off_is_reported_as_such(folder, tmp_path):
     with (folder / "metrics.jsonl").open("a") as metrics:
@@ -66,6 +76,12 @@ def test_a_run_that_broke_off_is_reported_as_such(folder, tmp_path):
     report = make_report(Report(runs=(folder,), out=tmp_path / "out"))
     found = report["verdicts"]["lag2-a"]
     assert found["stable"] is None
+    run = report["runs"][0]
+    assert run["lag"] == {"mean": 0.5, "max": 0.5}
+    # All updates have a ratio of mean 0.5 and second moment 0.5, and wait half of their second.
+    assert run["totals"]["ess_fraction"] == 0.5
+    assert run["totals"]["learner_idle_share"] == 0.5
+    assert run["totals"]["updates_per_second"] == 1.0
     page = (tmp_path / "out" / "README.md").read_text()
     for said in (
         "ended early, or still runs: 4 of 4 updates",
@@ -75,6 +91,14 @@ def test_a_run_that_broke_off_is_reported_as_such(folder, tmp_path):
         "how far other seeds differ",
     ):
         assert said in page.split("## What is not known")[1]
+
+
+def test_settings_that_are_younger_than_a_run_are_named(folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["weight_decay"], config["objective"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (note,) = read_run(folder)["notes"][:1]
+    assert "`objective = reinforce_zero`, `weight_decay = 0.0`" in note
 
 
 def lose(name):
