@@ -44,13 +44,13 @@ class Stream:
 
 
 class CountingReward:
-    """A reward function that remembers something, and refuses every 16th prompt."""
+    """A reward function that remembers something, and refuses every 8th prompt."""
 
     def __init__(self):
         self.calls = 0
 
     def __call__(self, prompt, responses):
-        if prompt.prompt_id % 32 == 30:
+        if prompt.prompt_id % 16 == 14:
             raise GroupFailed("refused", "this prompt is not rewarded")
         self.calls += 1
         return [float(len(response)) for response in responses]
@@ -145,7 +145,7 @@ def test_every_prompt_is_trained_on_once_or_still_in_work(make_engine, scheduler
     trained = {batch_id for batch in batches for batch_id in batch.group_id.unique().tolist()}
     state = final["scheduler"]
     in_work = {*state["running"], *state["finished"], *state["released"]}
-    failed = {k for k in range(state["counts"]["submitted"]) if k % 16 == 15} - in_work
+    failed = {k for k in range(state["counts"]["submitted"]) if k % 8 == 7} - in_work
     assert len(samples(batches)) == len(set(samples(batches))) == UPDATES * PROMPTS * GROUP
     assert not trained & in_work and not trained & failed
     assert trained | in_work | failed == set(range(state["counts"]["submitted"]))
