@@ -104,23 +104,16 @@ def test_the_mean_of_a_group_needs_two_responses():
     assert Config(group_size=1, objective="flash_reinforce").group_size == 1
 
 
-@pytest.mark.parametrize(
-    ("recipe", "flags", "objective", "responses"),
-    [
-        ("lag2.py", ["--objective", "ppo_clip"], "ppo_clip", 4 * 8),
-        ("flash_reinforce.py", ["--nominal-lag", "2"], "flash_reinforce", 4),
-    ],
-)
-def test_an_ablation_trains_and_keeps_its_objective(
-    start, tmp_path, monkeypatch, recipe, flags, objective, responses
-):
-    process = start(recipe, *TINY, *flags, "--updates", "3")
+def test_an_ablation_trains_and_keeps_its_objective(start, tmp_path, monkeypatch):
+    process = start("flash_reinforce.py", *TINY, "--nominal-lag", "2", "--updates", "3")
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
     run = only_run(tmp_path)
-    assert json.loads((run / "summary.json").read_text())["lag"]["responses"] == 3 * responses
-    assert saved_config(run).objective == objective
+    assert json.loads((run / "summary.json").read_text())["lag"]["responses"] == 3 * 4  # one for each prompt
+    assert saved_config(run).objective == "flash_reinforce"
     monkeypatch.setattr("sys.argv", ["recipe", "--resume", str(run)])
-    assert default_config(None).objective == objective
-    with pytest.raises(RecipeError, match=f"--objective is {objective} in .* and cannot become batch_mean"):
+    assert default_config(None).objective == "flash_reinforce"
+    with pytest.raises(
+        RecipeError, match="--objective is flash_reinforce in .* and cannot become batch_mean"
+    ):
         Config(**{**vars(saved_config(run)), "resume": run, "objective": "batch_mean"})
