@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import io
 import os
@@ -111,6 +112,12 @@ def run(
         _say(f"error: {error}")
         _let_the_learner_say_why()
         code = 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            traceback.print_exc()
+        else:
+            _say(f"error: the run cannot be written: {error}; its checkpoints are whole, see --resume")
+            code = 2
     except SystemExit:
         raise  # Everything was closed in order, and Python may take its leave as usual.
     except KeyboardInterrupt:
