@@ -114,6 +114,6 @@ def test_an_ablation_trains_and_keeps_its_objective(start, tmp_path, monkeypatch
     monkeypatch.setattr("sys.argv", ["recipe", "--resume", str(run)])
     assert default_config(None).objective == "flash_reinforce"
     with pytest.raises(
-        RecipeError, match="--objective is flash_reinforce in .* and cannot become batch_mean"
+        RecipeError, match=r"--objective is flash_reinforce in .* and cannot become batch_mean"
     ):
         Config(**{**vars(saved_config(run)), "resume": run, "objective": "batch_mean"})
