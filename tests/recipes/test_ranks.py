@@ -54,7 +54,9 @@ def test_the_last_sampler_is_not_tolerated_away(start):
     ranks_of(process)[1].children()[0].kill()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert "all 1 engines are lost, the last: the connection to rank 1 was lost" in stderr
+    assert "the connection to rank 1 was lost" in stderr
+    # Whoever notices first: the publisher, or the collector with what was being sampled.
+    assert "all 1 engines are lost" in stderr or "reached not every engine" in stderr
 
 
 def test_two_nodes_meet_by_torchruns_rendezvous(cache, tmp_path, free_port):
