@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.kernels_gpu import FULL, Sizes, differing, milliseconds, normal
+from benchmarks.kernels_gpu_inputs import FULL, Sizes, differing, normal
+from benchmarks.kernels_gpu_times import milliseconds
 from rzero.kernels.triton.contract import segments
 from rzero.kernels.triton.devices import architecture, family
 from rzero.kernels.triton.launch import FEW, Launch, product_launch

@@ -14,144 +14,41 @@ __all__ = ["launch_column_sum", "launch_product"]
 
 
 @triton.jit
-def chain(
-    a_rows,
-    a_real,
-    b_columns,
-    b_real,
-    start,
-    stop,
-    stride_ak,
-    stride_bk,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Sum over k in [start, stop) from zero, in ascending steps; ``WHOLE`` says that no step is cut short.
+def segment(number, a, b, depth, SEGMENTS: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """Segment ``number`` of the product: from zero, in ascending steps; the only one may end inside a step.
 
-    ``a_rows`` are pointers [BLOCK_M, 1] to rows of a, read where ``a_real``, ``b_columns`` [1, BLOCK_N] to
-    columns of b, read where ``b_real``.
+    ``a`` is a triple: pointers [M, 1] to its rows, which of them are real [M], and the stride along k; ``b``
+    likewise, with pointers [1, N] to its columns. ``WHOLE`` says that no step is cut short.
     """
-    acc = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    a_rows, a_real, stride_ak = a
+    b_columns, b_real, stride_bk = b
+    length = (depth + BLOCK_K * SEGMENTS - 1) // (BLOCK_K * SEGMENTS) * BLOCK_K
+    start = number * length
+    stop = tl.minimum(start + length, depth)
+    acc = tl.full([a_rows.shape[0], b_columns.shape[1]], 0.0, tl.float32)
     ks = tl.arange(0, BLOCK_K)
     for step in range(start, stop, BLOCK_K):
         k = step + ks
-        a_ptrs = a_rows + k[None, :] * stride_ak
-        b_ptrs = b_columns + k[:, None] * stride_bk
-        if WHOLE:
-            a = tl.load(a_ptrs, mask=a_real[:, None], other=0.0)
-            b = tl.load(b_ptrs, mask=b_real[None, :], other=0.0)
-        else:
-            a = tl.load(a_ptrs, mask=a_real[:, None] & (k < stop)[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=b_real[None, :] & (k < stop)[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        a_mask = a_real[:, None]
+        b_mask = b_real[None, :]
+        if not WHOLE:
+            a_mask = a_mask & (k < stop)[None, :]
+            b_mask = b_mask & (k < stop)[:, None]
+        a_tile = tl.load(a_rows + k[None, :] * stride_ak, mask=a_mask, other=0.0)
+        b_tile = tl.load(b_columns + k[:, None] * stride_bk, mask=b_mask, other=0.0)
+        acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def segment(
-    number,
-    a_rows,
-    a_real,
-    b_columns,
-    b_real,
-    depth,
-    stride_ak,
-    stride_bk,
-    SEGMENTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Segment ``number`` of the product; the only one may end inside a step."""
-    length = (depth + BLOCK_K * SEGMENTS - 1) // (BLOCK_K * SEGMENTS) * BLOCK_K
-    start = number * length
-    stop = tl.minimum(start + length, depth)
-    return chain(
-        a_rows, a_real, b_columns, b_real, start, stop, stride_ak, stride_bk, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
-    )
-
-
-@triton.jit
-def product(
-    a_rows,
-    a_real,
-    b_columns,
-    b_real,
-    depth,
-    stride_ak,
-    stride_bk,
-    SEGMENTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """(0 + 1) + (2 + 3) of the segments there are."""
-    acc = segment(
-        0,
-        a_rows,
-        a_real,
-        b_columns,
-        b_real,
-        depth,
-        stride_ak,
-        stride_bk,
-        SEGMENTS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        WHOLE,
-    )
+def product(a, b, depth, SEGMENTS: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """(0 + 1) + (2 + 3) of the segments there are; operands as in ``segment``."""
+    acc = segment(0, a, b, depth, SEGMENTS, BLOCK_K, WHOLE)
     if SEGMENTS >= 2:
-        acc += segment(
-            1,
-            a_rows,
-            a_real,
-            b_columns,
-            b_real,
-            depth,
-            stride_ak,
-            stride_bk,
-            SEGMENTS,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            WHOLE,
-        )
+        acc += segment(1, a, b, depth, SEGMENTS, BLOCK_K, WHOLE)
     if SEGMENTS >= 4:
-        pair = segment(
-            2,
-            a_rows,
-            a_real,
-            b_columns,
-            b_real,
-            depth,
-            stride_ak,
-            stride_bk,
-            SEGMENTS,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            WHOLE,
-        )
-        pair += segment(
-            3,
-            a_rows,
-            a_real,
-            b_columns,
-            b_real,
-            depth,
-            stride_ak,
-            stride_bk,
-            SEGMENTS,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            WHOLE,
-        )
+        pair = segment(2, a, b, depth, SEGMENTS, BLOCK_K, WHOLE)
+        pair += segment(3, a, b, depth, SEGMENTS, BLOCK_K, WHOLE)
         acc += pair
     return acc
 
@@ -202,40 +99,15 @@ def product_kernel(
     a_real = m < rows
     b_real = n < columns
     stored = a_real[:, None] & b_real[None, :]
+    a_operand = (a_rows, a_real, stride_ak)
+    b_operand = (b_columns, b_real, stride_bk)
     if SPLIT:
         number = tl.program_id(1)
-        acc = segment(
-            number,
-            a_rows,
-            a_real,
-            b_columns,
-            b_real,
-            depth,
-            stride_ak,
-            stride_bk,
-            SEGMENTS,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            WHOLE,
-        )
+        acc = segment(number, a_operand, b_operand, depth, SEGMENTS, BLOCK_K, WHOLE)
         row = number.to(tl.int64) * rows + m
         tl.store(out + row[:, None] * columns + n[None, :], acc, mask=stored)
     else:
-        acc = product(
-            a_rows,
-            a_real,
-            b_columns,
-            b_real,
-            depth,
-            stride_ak,
-            stride_bk,
-            SEGMENTS,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            WHOLE,
-        )
+        acc = product(a_operand, b_operand, depth, SEGMENTS, BLOCK_K, WHOLE)
         if BIAS:
             acc += tl.load(bias + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
         places = out + batch * stride_oz + m.to(tl.int64)[:, None] * stride_om + n[None, :]
@@ -340,17 +212,8 @@ def launch_product(
     run(
         product_kernel,
         (tiles, segments if split else 1, batch),
-        a,
-        b,
-        bias,
-        target,
-        rows,
-        columns,
-        depth,
-        *a.stride(),
-        *b.stride(),
-        out.stride(0),
-        out.stride(1),
+        *(a, b, bias, target, rows, columns, depth),
+        *(*a.stride(), *b.stride(), *out.stride()[:2]),
         SEGMENTS=segments,
         SPLIT=split,
         ADD=add,
@@ -363,20 +226,9 @@ def launch_product(
         **options(launch, chips),
     )
     if split:
-        block = 1024
-        run(
-            combine_kernel,
-            (rows, triton.cdiv(columns, block)),
-            target,
-            bias,
-            out,
-            rows,
-            columns,
-            out.stride(1),
-            SEGMENTS=segments,
-            BIAS=bias is not None,
-            BLOCK=block,
-        )
+        grid, last = (rows, triton.cdiv(columns, 1024)), (out, rows, columns, out.stride(1))
+        has_bias = bias is not None
+        run(combine_kernel, grid, target, bias, *last, SEGMENTS=segments, BIAS=has_bias, BLOCK=1024)
 
 
 def launch_column_sum(x: Tensor, out: Tensor, *, weight: tuple[Tensor, Tensor] | None = None) -> None:
@@ -385,23 +237,16 @@ def launch_column_sum(x: Tensor, out: Tensor, *, weight: tuple[Tensor, Tensor] |
     Segments of ROW_SEGMENT rows first, then their sums.
     """
     rows, columns = x.shape
-    y, scale = weight or (x, x)
     count, block = triton.cdiv(rows, ROW_SEGMENT), 64
     sums = torch.empty(count, columns, dtype=torch.float32, device=x.device)
     for source, target, height, parts in ((x, sums, rows, count), (sums, out, count, 1)):
-        weighted = weight is not None and source is x
+        factors = weight if source is x else None
+        y, scale = factors or (source, source)
         run(
             column_sum_kernel,
             (triton.cdiv(columns, block), parts),
-            source,
-            y if weighted else source,
-            scale if weighted else source,
-            target,
-            height,
-            columns,
-            source.stride(0),
-            y.stride(0) if weighted else 0,
-            WEIGHTED=weighted,
+            *(source, y, scale, target, height, columns, source.stride(0), y.stride(0)),
+            WEIGHTED=factors is not None,
             SEGMENT=ROW_SEGMENT if source is x else 1 << 30,
             ROWS=ROW_BLOCK,
             BLOCK=block,

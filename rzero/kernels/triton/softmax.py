@@ -37,35 +37,14 @@ def log_probs_of(logits: Tensor) -> Tensor:
     if not rows:
         return out
     splits, height = triton.cdiv(columns, VOCAB_SPLIT), 8
+    tiles = triton.cdiv(rows, height)
     parts = out.new_empty(3, rows, splits)
-    run(
-        logits_split_kernel,
-        (triton.cdiv(rows, height), splits),
-        logits,
-        *parts,
-        rows,
-        columns,
-        splits,
-        columns,
-        BLOCK_M=height,
-        TILE=VOCAB_TILE,
-        SPLIT=VOCAB_SPLIT,
-        num_warps=2,  # eight elements a thread on either vendor: loads of 16 bytes
-    )
+    # Two warps: eight elements a thread on either vendor, which are loads of 16 bytes.
+    sizes = {"BLOCK_M": height, "TILE": VOCAB_TILE, "SPLIT": VOCAB_SPLIT}
+    run(logits_split_kernel, (tiles, splits), logits, *parts, rows, columns, splits, num_warps=2, **sizes)
     highest, log_sum, _ = _merge(parts)
-    run(
-        log_softmax_kernel,
-        (triton.cdiv(rows, height), triton.cdiv(columns, 512)),
-        logits,
-        highest,
-        log_sum,
-        out,
-        rows,
-        columns,
-        columns,
-        BLOCK_M=height,
-        BLOCK_N=512,
-    )
+    grid = (tiles, triton.cdiv(columns, 512))
+    run(log_softmax_kernel, grid, logits, highest, log_sum, out, rows, columns, BLOCK_M=height, BLOCK_N=512)
     return out
 
 
@@ -120,51 +99,37 @@ def log_softmax(logits: Tensor) -> Tensor:
     return torch.ops.rzero.log_softmax(flat).view(logits.shape)
 
 
-def _settings(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[dict[str, object], str]:
-    columns, depth = weight.shape
+def _common(
+    hidden: Tensor, weight: Tensor, temperature: float, launch: Launch | None = None
+) -> tuple[Launch, tuple[float, ...], dict[str, object]]:
+    """Launch parameters, sizes and constants that the forward and the backward kernel share."""
+    (rows, depth), columns = hidden.shape, weight.shape[0]
     chips = family(architecture(hidden.device))
+    launch = launch or vocabulary_launch(rows, hidden.dtype, chips)
     count, block_k = segments(columns, depth, hidden.dtype, chips), chain_k(hidden.dtype)
-    contract = {
+    constants = {
         "SEGMENTS": count,
         "DIVIDE": temperature != 1.0,
         "WHOLE": depth % (block_k * count) == 0,
+        "BLOCK_M": launch.block_m,
         "BLOCK_K": block_k,
+        **options(launch, chips),
     }
-    return contract, chips
+    return launch, (rows, columns, depth, hidden.stride(0), weight.stride(0), temperature), constants
 
 
 def launch_linear_log_probs(
     hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, *, launch: Launch | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probability, entropy, maximum and log sum of each row, float32 [R]."""
-    rows, columns = hidden.shape[0], weight.shape[0]
-    contract, chips = _settings(hidden, weight, temperature)
-    launch = launch or vocabulary_launch(rows, hidden.dtype, chips)
-    splits = triton.cdiv(columns, VOCAB_SPLIT)
+    launch, sizes, constants = _common(hidden, weight, temperature, launch)
+    rows, splits = len(hidden), triton.cdiv(len(weight), VOCAB_SPLIT)
     parts = hidden.new_empty(3, rows, splits, dtype=torch.float32)
     # A token outside the vocabulary is in no split: its log-probability is NaN, never a neighbour's.
     selected = hidden.new_full((rows,), float("nan"), dtype=torch.float32)
-    run(
-        linear_split_kernel,
-        (triton.cdiv(rows, launch.block_m) * splits,),
-        hidden,
-        weight,
-        token_ids,
-        *parts,
-        selected,
-        rows,
-        columns,
-        weight.shape[1],
-        splits,
-        hidden.stride(0),
-        weight.stride(0),
-        temperature,
-        BLOCK_M=launch.block_m,
-        TILE=VOCAB_TILE,
-        SPLIT=VOCAB_SPLIT,
-        **contract,
-        **options(launch, chips),
-    )
+    grid = (triton.cdiv(rows, launch.block_m) * splits,)
+    inputs, outputs = (hidden, weight, token_ids), (*parts, selected, splits)
+    run(linear_split_kernel, grid, *inputs, *outputs, *sizes, TILE=VOCAB_TILE, SPLIT=VOCAB_SPLIT, **constants)
     highest, log_sum, entropies = _merge(parts)
     return (selected - highest) - log_sum, entropies, highest, log_sum
 
@@ -202,38 +167,15 @@ def scores_backward(
     grad_hidden = hidden.new_zeros(1, rows, depth, dtype=torch.float32)
     if not rows:
         return torch.empty_like(hidden), grad_weight
-    contract, chips = _settings(hidden, weight, temperature)
-    launch = vocabulary_launch(rows, hidden.dtype, chips)
+    launch, sizes, constants = _common(hidden, weight, temperature)
+    inputs = (hidden, weight, token_ids, row_max, row_log_sum, entropies, grad_log_probs, grad_entropies)
     buffer = hidden.new_empty(rows * min(VOCAB_CHUNK, columns))
     for first in range(0, columns, VOCAB_CHUNK):
         width = min(VOCAB_CHUNK, columns - first)
         grad_logits = buffer[: rows * width].view(1, rows, width)
-        grid = triton.cdiv(rows, launch.block_m) * triton.cdiv(width, launch.block_n)
-        run(
-            logit_gradient_kernel,
-            (grid,),
-            hidden,
-            weight,
-            token_ids,
-            row_max,
-            row_log_sum,
-            entropies,
-            grad_log_probs,
-            grad_entropies,
-            grad_logits,
-            rows,
-            columns,
-            depth,
-            first,
-            width,
-            hidden.stride(0),
-            weight.stride(0),
-            temperature,
-            BLOCK_M=launch.block_m,
-            BLOCK_N=launch.block_n,
-            **contract,
-            **options(launch, chips),
-        )
+        grid = (triton.cdiv(rows, launch.block_m) * triton.cdiv(width, launch.block_n),)
+        outputs = (grad_logits, first, width)
+        run(logit_gradient_kernel, grid, *inputs, *outputs, *sizes, BLOCK_N=launch.block_n, **constants)
         chunk = slice(first, first + width)
         launch_product(grad_logits, weight[chunk].unsqueeze(0), None, grad_hidden, segments=1, add=True)
         launch_product(grad_logits.mT, hidden.unsqueeze(0), None, grad_weight[chunk].unsqueeze(0), segments=1)

@@ -39,7 +39,6 @@ def logits_split_kernel(
     rows,
     columns,
     splits,
-    stride,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -53,7 +52,7 @@ def logits_split_kernel(
     for tile in range(0, SPLIT, TILE):
         n = number * SPLIT + tile + tl.arange(0, TILE)
         here = (r < rows)[:, None] & (n < columns)[None, :]
-        z = tl.load(logits + r[:, None] * stride + n[None, :], mask=here, other=float("-inf"))
+        z = tl.load(logits + r[:, None] * columns + n[None, :], mask=here, other=float("-inf"))
         m, s, e = update(m, s, e, z.to(tl.float32))
     tl.store(maxima + r * splits + number, m, mask=r < rows)
     tl.store(sums + r * splits + number, s, mask=r < rows)
@@ -81,13 +80,13 @@ def merge_kernel(maxima, sums, entropies, row_max, row_log_sum, row_entropy, spl
 
 @triton.jit(do_not_specialize=["rows"])
 def log_softmax_kernel(
-    logits, row_max, row_log_sum, out, rows, columns, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    logits, row_max, row_log_sum, out, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """(z - M) - log S."""
     r = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = (r < rows)[:, None] & (n < columns)[None, :]
-    z = tl.load(logits + r[:, None] * stride + n[None, :], mask=here, other=0.0).to(tl.float32)
+    z = tl.load(logits + r[:, None] * columns + n[None, :], mask=here, other=0.0).to(tl.float32)
     highest = tl.load(row_max + r, mask=r < rows, other=0.0)
     log_sum = tl.load(row_log_sum + r, mask=r < rows, other=0.0)
     y = (z - highest[:, None]) - log_sum[:, None]
@@ -112,29 +111,26 @@ def log_softmax_backward_kernel(grad, log_probs, out, columns, BLOCK: tl.constex
 
 @triton.jit
 def logit_tile(
-    hidden_rows,
-    hidden_real,
+    hidden,
     weight,
     n,
     columns,
     depth,
     stride_w,
     temperature,
-    dtype: tl.constexpr,
     SEGMENTS: tl.constexpr,
     DIVIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Logits [BLOCK_M, BLOCK_N] as ``linear`` gives them, divided by the temperature; -inf past the end."""
+    """Logits of classes ``n`` as ``linear`` gives them, divided by the temperature; -inf past the end.
+
+    ``hidden`` is an operand as in ``products.segment``.
+    """
     real = n < columns
     weight_rows = weight + n.to(tl.int64)[None, :] * stride_w
-    z = product(
-        hidden_rows, hidden_real, weight_rows, real, depth, 1, 1, SEGMENTS, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE
-    )
-    z = z.to(dtype).to(tl.float32)
+    z = product(hidden, (weight_rows, real, 1), depth, SEGMENTS, BLOCK_K, WHOLE)
+    z = z.to(weight.dtype.element_ty).to(tl.float32)
     if DIVIDE:
         z = divide(z, temperature)
     return tl.where(real[None, :], z, float("-inf"))
@@ -149,10 +145,10 @@ def linear_split_kernel(
     sums,
     entropies,
     selected,
+    splits,
     rows,
     columns,
     depth,
-    splits,
     stride_h,
     stride_w,
     temperature,
@@ -170,7 +166,7 @@ def linear_split_kernel(
     number = tl.program_id(0) // heights
     r = (tl.program_id(0) % heights * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     token = tl.load(token_ids + r, mask=r < rows, other=-1)
-    hidden_rows = hidden + r[:, None] * stride_h
+    operand = (hidden + r[:, None] * stride_h, r < rows, 1)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     s = tl.full([BLOCK_M], 0.0, tl.float32)
     e = tl.full([BLOCK_M], 0.0, tl.float32)
@@ -178,21 +174,7 @@ def linear_split_kernel(
     for tile in range(0, SPLIT, TILE):
         n = number * SPLIT + tile + tl.arange(0, TILE)
         z = logit_tile(
-            hidden_rows,
-            r < rows,
-            weight,
-            n,
-            columns,
-            depth,
-            stride_w,
-            temperature,
-            hidden.dtype.element_ty,
-            SEGMENTS,
-            DIVIDE,
-            BLOCK_M,
-            TILE,
-            BLOCK_K,
-            WHOLE,
+            operand, weight, n, columns, depth, stride_w, temperature, SEGMENTS, DIVIDE, BLOCK_K, WHOLE
         )
         m, s, e = update(m, s, e, z)
         # One element at most is not -inf: a maximum, which has no order, picks it.
@@ -215,11 +197,11 @@ def logit_gradient_kernel(
     grad_log_probs,
     grad_entropies,
     out,
+    first,
+    width,
     rows,
     columns,
     depth,
-    first,
-    width,
     stride_h,
     stride_w,
     temperature,
@@ -236,23 +218,9 @@ def logit_gradient_kernel(
     column = tl.program_id(0) // heights * BLOCK_N + tl.arange(0, BLOCK_N)
     n = first + column
     real = r < rows
-    hidden_rows = hidden + r[:, None] * stride_h
+    operand = (hidden + r[:, None] * stride_h, real, 1)
     z = logit_tile(
-        hidden_rows,
-        real,
-        weight,
-        n,
-        columns,
-        depth,
-        stride_w,
-        temperature,
-        hidden.dtype.element_ty,
-        SEGMENTS,
-        DIVIDE,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        WHOLE,
+        operand, weight, n, columns, depth, stride_w, temperature, SEGMENTS, DIVIDE, BLOCK_K, WHOLE
     )
     token = tl.load(token_ids + r, mask=real, other=-1)
     highest = tl.load(row_max + r, mask=real, other=0.0)

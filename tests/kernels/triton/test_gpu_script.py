@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from benchmarks import kernels_gpu, kernels_search
+from benchmarks.kernels_gpu_checks import all_checks, check_products
+from benchmarks.kernels_gpu_inputs import TINY
+from benchmarks.kernels_gpu_times import all_measurements
 from rzero.kernels import dispatch
 from rzero.kernels import triton as ours
 from rzero.kernels.triton import linear_ops
@@ -20,7 +23,7 @@ def on_this_machine(monkeypatch, tmp_path):
 
 
 def test_every_check_passes():
-    records = list(kernels_gpu.all_checks(kernels_gpu.TINY))
+    records = list(all_checks(TINY))
     assert not [kernels_gpu.show(record) for record in records if not record["passed"]]
     titles = " ".join(record["check"] for record in records)
     for name in (
@@ -42,20 +45,20 @@ def test_a_variant_kernel_fails_the_checks(monkeypatch):
         real(a, b, bias, out, segments=2 if a.shape[1] == 17 else 1)
 
     monkeypatch.setattr(linear_ops, "launch_product", variant)
-    sizes = dataclasses.replace(kernels_gpu.TINY, products=((20, 128),))
-    assert [r["check"] for r in kernels_gpu.check_products(torch.float32, sizes) if not r["passed"]] == [
+    sizes = dataclasses.replace(TINY, products=((20, 128),))
+    assert [r["check"] for r in check_products(torch.float32, sizes) if not r["passed"]] == [
         "linear 20x128 torch.float32: any batch"
     ]
 
 
 def test_every_measurement_runs():
-    lines = [kernels_gpu.show(record) for record in kernels_gpu.all_measurements(kernels_gpu.TINY)]
+    lines = [kernels_gpu.show(record) for record in all_measurements(TINY)]
     for name in ("linear 1 rows", "forward and backward", "1 query", "training step"):
         assert any(name in line for line in lines)
 
 
 def test_the_search_prints_a_table_that_can_be_committed():
-    lines = kernels_search.search([(20, 32)], [torch.float32], kernels_gpu.TINY, candidates=2)
+    lines = kernels_search.search([(20, 32)], [torch.float32], TINY, candidates=2)
     entries = eval("{" + "".join(lines) + "}", {"torch": torch, "_launch": kernels_search.Launch, "FEW": 64})
     assert list(entries) == [(20, 32, torch.float32, "interpreter")] if entries else lines == []
 
