@@ -132,6 +132,17 @@ def numeric_contract(device: torch.device) -> dict[str, object]:
                 ("instruction", _INSTRUCTIONS[chips]),
             ),
         ),
+        NumericContract(
+            op="gradients",
+            order="sums over rows: one chain for weights of products, else blocks by halving in segments, "
+            "ascending; of hidden states over ascending chunks of the vocabulary",
+            rounding="dtype",
+            constants=(
+                ("row_block", ROW_BLOCK),
+                ("row_segment", ROW_SEGMENT),
+                ("vocabulary_chunk", VOCAB_CHUNK),
+            ),
+        ),
     ]
     return {
         "backend": "triton",

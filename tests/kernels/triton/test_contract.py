@@ -21,9 +21,14 @@ def test_the_contract_is_plain_data_and_names_what_it_runs_on():
     assert {op["op"] for op in stated["ops"]} >= {"linear", "linear_log_probs", "attention", "rms_norm"}
 
 
-@pytest.mark.parametrize(
-    "name", ["KV_SPLIT", "VOCAB_TILE", "VOCAB_SPLIT", "chain_k", "kv_tile", "architecture"]
-)
+NUMBERS = ["KV_SPLIT", "ROW_BLOCK", "ROW_SEGMENT", "VOCAB_CHUNK", "VOCAB_SPLIT", "VOCAB_TILE"]
+
+
+def test_all_numbers_of_the_contract_are_tried_below():
+    assert [name for name in contract.__all__ if name.isupper() and name != "SEGMENTS"] == NUMBERS
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, "chain_k", "kv_tile", "architecture"])
 def test_every_number_of_the_contract_changes_it(monkeypatch, name):
     before = numeric_contract(CPU)
     value = getattr(contract, name)
@@ -38,6 +43,8 @@ def test_a_listed_number_of_segments_is_used_and_changes_the_contract(monkeypatc
     assert segments(*key) == 4
     monkeypatch.setitem(contract.SEGMENTS, key, 1)
     assert segments(*key) == 1 and numeric_contract(CPU) != before
+    assert segments(64, 4096, torch.bfloat16, "interpreter") == 4
+    assert segments(64, 4096, torch.float32, "sm_90") == 4
 
 
 def test_launch_parameters_are_not_in_the_contract(monkeypatch):
@@ -69,6 +76,29 @@ def test_the_api_is_that_of_the_exact_backend():
         if name not in ("backend_of", "forget_weights"):
             wanted, got = (inspect.signature(getattr(m, name)) for m in (dispatch, ours))
             assert list(got.parameters.values()) == list(wanted.parameters.values()), name
+
+
+def test_a_launch_is_looked_up_by_shape_dtype_and_architecture(monkeypatch):
+    listed = launch.Launch(block_m=64, block_n=32, warps=4, stages=2)
+    default = launch.product_launch(9, 64, 128, torch.bfloat16, "sm_90", segments=1)
+    monkeypatch.setitem(launch.LAUNCHES, (64, 128, torch.float16, "sm_90"), ((float("inf"), listed),))
+    assert launch.product_launch(9, 64, 128, torch.float16, "sm_90", segments=1) == listed
+    others = [(64, 128, torch.bfloat16), (128, 64, torch.float16)]
+    assert all(launch.product_launch(9, *key, "sm_90", segments=1) == default for key in others)
+    assert launch.product_launch(9, 64, 128, torch.float16, "sm_100", segments=1) != listed
+
+
+@pytest.mark.parametrize("chips", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_float32_has_smaller_tiles(chips):
+    def area(launch):
+        return launch.block_m * max(launch.block_n, 1) / launch.warps
+
+    for lookup in (
+        lambda dtype: launch.product_launch(4096, 1536, 1536, dtype, chips, segments=1),
+        lambda dtype: launch.vocabulary_launch(4096, dtype, chips),
+        lambda dtype: launch.attention_launch(128, dtype, chips),
+    ):
+        assert area(lookup(torch.float32)) < area(lookup(torch.float16)) == area(lookup(torch.bfloat16))
 
 
 def test_tables_keep_the_tiles_that_the_matrix_instructions_need():

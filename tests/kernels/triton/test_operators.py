@@ -1,6 +1,8 @@
 """As torch operators: fakes, gradients, torch.compile, empty batches, tied weights, a whole model."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 from rzero.kernels import align, dispatch
 from rzero.kernels import triton as ours
+from rzero.kernels.triton import devices
 from tests.kernels.bits import differing
 from tests.kernels.models import batch, make, padded, real, with_cache
 from tests.kernels.triton.compare import random
@@ -176,6 +179,15 @@ def test_gradients_of_an_aligned_model_are_the_native_ones(monkeypatch):
         aligned = gradients()
     for a, b in zip(aligned, native, strict=True):
         assert float((a - b).abs().max()) <= 1e-4 * max(1.0, float(b.abs().max()))
+
+
+def test_no_launch_lets_a_product_and_a_sum_be_contracted():
+    """Nor can the interpreter see it: every launch goes through ``run``, which says so to the compiler."""
+    said = {}
+    devices.run({(3,): lambda *arguments, **settings: said.update(settings)}, (3,), torch.empty(1), WIDTH=4)
+    assert said == {"enable_fp_fusion": False, "WIDTH": 4}
+    sources = [file.read_text() for file in Path(devices.__file__).parent.glob("*.py")]
+    assert sum(len(re.findall(r"_?kernel\[", text)) for text in sources) == 1
 
 
 def test_a_model_on_a_gpu_without_triton_is_told_what_to_install(monkeypatch):
