@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
 
@@ -62,8 +61,10 @@ class Checkpointer:
         self._rank = 0 if group is None else dist.get_rank(group)
         self._folder = CheckpointFolder(Path(folder), writable=self._rank == 0 and not read_only)
         self._keep_last, self._config = keep_last, dict(config or {})
+        # One thread for all saves: a new one would run first, while the learner waits for it to start.
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._thread.submit(int)
         self._saving: Future[None] | None = None
-        self._saved: int | None = None
 
     def save(
         self,
@@ -87,18 +88,7 @@ class Checkpointer:
         """
         tensors = _staged("all", state) | _staged(f"rank{self._rank}", rank_state or {})
         self.wait()
-        future: Future[None] = Future()
-
-        def work() -> None:
-            try:
-                self._write(version, tensors, score)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        self._saving = future
-        threading.Thread(target=work, name=f"checkpoint-{version}", daemon=True).start()
+        self._saving = self._thread.submit(self._write, version, tensors, score)
 
     def wait(self) -> None:
         """Return when the last save is on the device.
@@ -181,6 +171,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            self._thread.shutdown()
             self._folder.close()
 
     def _write(self, version: int, tensors: Mapping[str, Tensor], score: float | None) -> None:
@@ -225,7 +216,22 @@ class Checkpointer:
 def _staged(place: str, objects: Mapping[str, Stateful]) -> dict[str, Tensor]:
     """Copies on the CPU of all states, under names of their own."""
     return {
-        f"{place}/{name}/{key}": tensor.to("cpu", copy=True)
+        f"{place}/{name}/{key}": _copy(tensor)
         for name, stateful in objects.items()
         for key, tensor in to_tensors(stateful.state_dict()).items()
     }
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU.
+
+    By NumPy where it can: each of torch's calls hands the interpreter's lock to other threads, and with
+    hundreds of small tensors the learner would wait most of the time to get it back.
+    """
+    if type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _KNOWN_TO_NUMPY:
+        return torch.from_numpy(tensor.numpy().copy())
+    return tensor.to("cpu", copy=True)
+
+
+_KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.float16, torch.bool, torch.uint8}
+_KNOWN_TO_NUMPY |= {torch.int8, torch.int16, torch.int32, torch.int64}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 JSON = "json"
 _TENSOR, _ITEMS, _TUPLE = "$tensor", "$items", "$tuple"
+_PLAIN = {type(None), bool, int, float, str}
 
 
 def to_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -60,7 +61,7 @@ def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         if path in tensors:
             raise ValueError(f"to_tensors: paths must differ, got {path!r} twice")
-        tensors[path] = value.detach()
+        tensors[path] = value.detach() if value.requires_grad else value
         return {_TENSOR: path}
     if isinstance(value, Mapping):
         items = [(key, _strip(inner, _join(path, key), tensors)) for key, inner in value.items()]
@@ -68,13 +69,16 @@ def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             return dict(items)
         return {_ITEMS: [[_plain(key, path), inner] for key, inner in items]}
     if isinstance(value, list | tuple):
-        listed = [_strip(inner, _join(path, index), tensors) for index, inner in enumerate(value)]
+        if _PLAIN.issuperset(map(type, value)):
+            listed = list(value)
+        else:
+            listed = [_strip(inner, _join(path, index), tensors) for index, inner in enumerate(value)]
         return listed if isinstance(value, list) else {_TUPLE: listed}
     return _plain(value, path)
 
 
 def _plain(value: Any, path: str) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
+    if type(value) in _PLAIN:
         return value
     raise TypeError(
         f"to_tensors: {path or 'state'} must be a tensor, number, string, None, list, tuple or mapping, "
