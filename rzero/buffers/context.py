@@ -132,8 +132,10 @@ class ContextTable:
         self._path = None if path is None else Path(path)
         self._lock = threading.Lock()
         self._contexts: dict[int, SamplingContext] = {}
+        self._text = _text({})
         if self._path is not None and self._path.exists():
             self._contexts = _parse(self._path.read_text())
+            self._text = _text(self._contexts)
 
     def intern(self, context: SamplingContext) -> int:
         """Store a context unless it is there, and return its id.
@@ -158,7 +160,7 @@ class ContextTable:
 
     def to_json(self) -> str:
         """Write the table as one JSON object, id to context."""
-        return _text(self._contexts)
+        return self._text
 
     def __getitem__(self, context_id: int) -> SamplingContext:
         """Look a context up by its id."""
@@ -178,14 +180,15 @@ class ContextTable:
 
     def _replace(self, contexts: dict[int, SamplingContext]) -> None:
         """Write first, then remember: what is in the table is in the file."""
+        text = _text(contexts)
         if self._path is not None:
             partial = self._path.with_name(f"{self._path.name}.partial")
             with open(partial, "w") as file:
-                file.write(_text(contexts))
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(self._path)
-        self._contexts = contexts
+        self._contexts, self._text = contexts, text
 
 
 def _text(contexts: Mapping[int, SamplingContext]) -> str:
