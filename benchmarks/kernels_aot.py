@@ -1,7 +1,7 @@
 """Compile every kernel and configuration for chips that are not here, and print what the compiler says.
 
-    python benchmarks/kernels_aot.py                     one bfloat16 model's launches, on four chips
-    python benchmarks/kernels_aot.py --arch sm_90 --dtype float32
+    python benchmarks/kernels_aot.py                     one model's launches in two dtypes, on four chips
+    python benchmarks/kernels_aot.py --arch sm_90 --dtype float16
 
 A row is one specialisation: its registers, spills, shared memory, matrix instructions and 16-byte loads, then
 the bytes and operations of all its programs against the least possible (every operand read once, every result
@@ -12,6 +12,7 @@ import argparse
 import functools
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -35,11 +36,13 @@ from rzero.kernels.triton.launch import LAUNCHES
 # DeepSeek-R1-Distill-Qwen-1.5B: (N, K) of its projections, heads, groups, head size, vocabulary.
 SHAPES = ((1536, 1536), (256, 1536), (8960, 1536), (1536, 8960))
 HEADS, GROUPS, SIZE, HIDDEN, INNER, VOCABULARY = 12, 2, 128, 1536, 8960, 151_936
+# How the names of the matrix instructions begin: for dtypes of 2 bytes, and for float32, which has none on
+# NVIDIA, where they would be TF32.
 MATRIX = {
-    "sm_80": "mma.m16n8k16",
-    "sm_90": "wgmma.",
-    "sm_100": "tcgen05.mma",
-    "gfx942": "v_mfma_f32_16x16x16",
+    "sm_80": ("mma.m16n8k16", None),
+    "sm_90": ("wgmma.", None),
+    "sm_100": ("tcgen05.mma", None),
+    "gfx942": ("v_mfma_f32_16x16x16", "v_mfma_f32_16x16x4_f32"),
 }
 # Kernels whose time is that of their bytes: their operands must come by 16-byte loads.
 BYTES_DOMINATE = ("product", "split", "log_softmax", "rms_norm", "silu_mul", "attention_kernel", "gradient")
@@ -196,11 +199,11 @@ def check(launch: Recorded, resources: Resources, arch: str, dtype: torch.dtype)
             f"{resources.registers} registers, {resources.shared} bytes shared: over {LIMITS[arch]}"
         )
     name = launch.kernel.__name__
-    dot = "BLOCK_K" in launch.arguments or "KV_TILE" in launch.arguments
-    wanted = MATRIX[arch] if dtype != torch.float32 else {"gfx942": "v_mfma_f32_16x16x4_f32"}.get(arch)
-    found = resources.matrix_instructions
-    if dot and wanted and not (found and all(instruction.startswith(wanted) for instruction in found)):
-        faults.append(f"{sorted(found)} instead of {wanted}")
+    wanted, found = MATRIX[arch][dtype == torch.float32], sorted(resources.matrix_instructions)
+    multiplies = "BLOCK_K" in launch.arguments or "KV_TILE" in launch.arguments
+    meant = all(name.startswith(wanted or "none") for name in found) and bool(found) == bool(wanted)
+    if multiplies and not meant:
+        faults.append(f"{found} instead of {wanted}")
     if any(part in name for part in BYTES_DOMINATE) and not resources.wide_loads:
         faults.append("no 16-byte loads")
     return faults
@@ -259,16 +262,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", default=list(MATRIX), choices=list(MATRIX))
     parser.add_argument(
-        "--dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"]
+        "--dtype",
+        nargs="+",
+        default=["bfloat16", "float32"],
+        choices=["bfloat16", "float16", "float32"],
     )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="one shape of each kernel")
     options = parser.parse_args()
     faults = count = 0
+    started = time.perf_counter()
     for row in compile_all(options.arch, options.dtype, small=options.small, processes=options.processes):
         print(show(row), flush=True)
         count, faults = count + 1, faults + bool(row.faults)
-    print(f"{count} kernels compiled, {faults} with faults")
+    print(f"{count} kernels compiled in {time.perf_counter() - started:.0f} s, {faults} with faults")
     return int(faults > 0)
 
 

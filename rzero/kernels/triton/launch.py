@@ -32,16 +32,19 @@ class Launch:
         block_n: Columns of a tile; ignored where the contract fixes them.
         warps: Per program.
         stages: Of the software pipeline.
+        registers: That a thread may have, on NVIDIA. None leaves it to the compiler, which may spill a few
+            for the sake of more programs on a multiprocessor.
     """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
-def _launch(block_m: int, block_n: int, warps: int, stages: int) -> Launch:
-    return Launch(block_m=block_m, block_n=block_n, warps=warps, stages=stages)
+def _launch(block_m: int, block_n: int, warps: int, stages: int, registers: int | None = None) -> Launch:
+    return Launch(block_m=block_m, block_n=block_n, warps=warps, stages=stages, registers=registers)
 
 
 FEW = 64  # calls with at most so many rows are decode steps: weights dominate the bytes
@@ -68,7 +71,7 @@ DEFAULTS: dict[tuple[str, bool], tuple[tuple[float, Launch], ...]] = {
     ),
     ("interpreter", False): ((16, _launch(16, 32, 4, 1)), (float("inf"), _launch(32, 64, 4, 1))),
     **{
-        (chip, True): ((16, _launch(16, 32, 4, 2)), (float("inf"), _launch(32, 32, 4, 2)))
+        (chip, True): ((16, _launch(16, 32, 4, 2, 255)), (float("inf"), _launch(32, 32, 4, 2, 255)))
         for chip in ("sm_80", "sm_90", "sm_100", "gfx942")
     },
     ("interpreter", True): ((16, _launch(16, 32, 4, 1)), (float("inf"), _launch(32, 64, 4, 1))),
@@ -85,7 +88,7 @@ _VOCABULARY: dict[str, tuple[tuple[float, Launch], ...]] = {
     "interpreter": ((16, _launch(16, 128, 4, 1)), (float("inf"), _launch(32, 128, 4, 1))),
 }
 
-# (family, head size above 64) -> parameters of the forward and of the backward kernels.
+# (family, head size above 64) -> parameters of the forward and backward kernels, for elements of 2 bytes.
 _ATTENTION = {
     ("sm_80", False): (_launch(32, 0, 4, 2), _launch(32, 0, 8, 1)),
     ("sm_80", True): (_launch(32, 0, 8, 2), _launch(32, 0, 8, 1)),
@@ -97,6 +100,15 @@ _ATTENTION = {
     ("gfx942", True): (_launch(64, 0, 4, 1), _launch(64, 0, 4, 1)),
     ("interpreter", False): (_launch(16, 0, 4, 1), _launch(16, 0, 4, 1)),
     ("interpreter", True): (_launch(16, 0, 4, 1), _launch(16, 0, 4, 1)),
+}
+
+# family -> parameters of the forward and backward kernels, for elements of 4 bytes.
+_ATTENTION_FLOAT32 = {
+    "sm_80": (_launch(16, 0, 8, 1, 255), _launch(16, 0, 8, 2, 255)),
+    "sm_90": (_launch(16, 0, 8, 1, 255), _launch(16, 0, 8, 1, 192)),
+    "sm_100": (_launch(16, 0, 8, 1, 255), _launch(16, 0, 8, 1, 192)),
+    "gfx942": (_launch(16, 0, 8, 1), _launch(16, 0, 8, 1)),
+    "interpreter": (_launch(16, 0, 4, 1), _launch(16, 0, 4, 1)),
 }
 
 
@@ -119,9 +131,8 @@ def vocabulary_launch(rows: int, dtype: torch.dtype, family: str) -> Launch:
 
 def attention_launch(size: int, dtype: torch.dtype, family: str, *, backward: bool = False) -> Launch:
     """Parameters of attention with heads of ``size``; its columns are the contract's KV tile."""
-    if dtype == torch.float32 and family != "interpreter":
-        return _launch(16, 0, 4, 1)
-    return _ATTENTION[family, size > 64][backward]
+    table = _ATTENTION_FLOAT32[family] if dtype == torch.float32 else _ATTENTION[family, size > 64]
+    return table[backward]
 
 
 def options(launch: Launch, family: str) -> dict[str, object]:
@@ -129,4 +140,6 @@ def options(launch: Launch, family: str) -> dict[str, object]:
     fixed: dict[str, object] = {"num_warps": launch.warps, "num_stages": launch.stages}
     if family == "gfx942":
         fixed["matrix_instr_nonkdim"] = 16
+    elif launch.registers:
+        fixed["maxnreg"] = launch.registers
     return fixed
