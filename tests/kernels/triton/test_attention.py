@@ -123,6 +123,18 @@ def test_other_tiles_and_splits_are_other_sums(monkeypatch):
             assert differing(ours.attention_varlen(query, key, value, **options), before) > 100
 
 
+def test_rounding_points():
+    """Weights are rounded to the dtype before the product with values: exp(-0.69) = 0.5009 counts as 0.5."""
+    query, key, value = (
+        torch.tensor(rows, dtype=torch.bfloat16).view(-1, 1, 1)
+        for rows in ([1.0], [0.0, -0.6914], [-0.5, 1.0])
+    )
+    options = {"cu_seqlens_q": offsets(1), "cu_seqlens_k": offsets(2), "scale": 1.0}
+    assert ours.attention_varlen(query, key, value, **options).item() == 0.0
+    unrounded = ours.attention_varlen(query.float(), key.float(), value.float(), **options).item()
+    assert math.isclose(unrounded, (math.exp(-0.69140625) - 0.5) / (1 + math.exp(-0.69140625)), rel_tol=1e-3)
+
+
 def test_packing_and_neighbours_do_not_show():
     query, key, value = inputs(30, 60, heads=2, groups=1)
     cu_q, cu_k = offsets(9, 1, 20), offsets(33, 7, 20)
