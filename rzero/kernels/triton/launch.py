@@ -107,7 +107,7 @@ _ATTENTION_FLOAT32 = {
     "sm_80": (_launch(16, 0, 8, 1, 255), _launch(16, 0, 8, 2, 255)),
     "sm_90": (_launch(16, 0, 8, 1, 255), _launch(16, 0, 8, 1, 192)),
     "sm_100": (_launch(16, 0, 8, 1, 255), _launch(16, 0, 8, 1, 192)),
-    "gfx942": (_launch(16, 0, 8, 1), _launch(16, 0, 8, 1)),
+    "gfx942": (_launch(16, 0, 4, 1), _launch(16, 0, 4, 1)),
     "interpreter": (_launch(16, 0, 4, 1), _launch(16, 0, 4, 1)),
 }
 
@@ -130,9 +130,12 @@ def vocabulary_launch(rows: int, dtype: torch.dtype, family: str) -> Launch:
 
 
 def attention_launch(size: int, dtype: torch.dtype, family: str, *, backward: bool = False) -> Launch:
-    """Parameters of attention with heads of ``size``; its columns are the contract's KV tile."""
+    """Parameters of attention with heads of ``size``; its columns are the contract's KV tile.
+
+    Heads of more than 128 take one stage, or sm_100 has not the shared memory; they spill registers.
+    """
     table = _ATTENTION_FLOAT32[family] if dtype == torch.float32 else _ATTENTION[family, size > 64]
-    return table[backward]
+    return replace(table[backward], stages=1) if size > 128 else table[backward]
 
 
 def options(launch: Launch, family: str) -> dict[str, object]:

@@ -40,6 +40,22 @@ def test_every_configuration_of_the_tables_compiles(arch, dtype):
     assert not [show(row) for row in rows if row.faults]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("arch", list(MATRIX))
+def test_the_largest_heads_fit_the_chip(arch, dtype):
+    """They may spill, which is slow; with too much shared memory they would not run."""
+    query, key, value = (torch.empty(1, n, 256, 256, dtype=dtype, requires_grad=True) for n in (8, 4, 4))
+    with recording(arch) as recorded:
+        for mask in (None, torch.ones(1, 1, 256, 256, dtype=torch.bool)):
+            ours.attention(query, key, value, scale=0.1, mask=mask).backward(torch.empty_like(query))
+    assert len(recorded) >= 8
+    for launch in recorded:
+        resources = dataclasses.replace(compile_launch(launch, arch), spilled=0)
+        assert check(launch, resources, arch, dtype) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("arch", list(MATRIX))
 def test_a_product_takes_the_instruction_that_was_meant(arch, dtype):
