@@ -74,6 +74,7 @@ def test_parts_give_the_gradients_of_the_whole(policy, objective):
             torch.testing.assert_close(measured[name], whole[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_ratios_are_one_when_all_compute_in_bfloat16(start, tmp_path):
     """Two learners keep float32 and compute in bfloat16, in parts, activations twice: as the sampler does."""
     flags = ["--learners", "2", "--compute-dtype", "bfloat16"]

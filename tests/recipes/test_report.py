@@ -28,6 +28,7 @@ def folder(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_a_report_of_two_real_runs(start, tmp_path):
     for recipe in ("sync.py", "lag2.py"):
         process = start(recipe, *TINY, "--updates", "3", "--eval-every", "1")

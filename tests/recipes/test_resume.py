@@ -105,6 +105,8 @@ def metrics(run):
 def whole(ranks, tmp_path_factory):
     """Runs that nobody interrupted, by method."""
     runs, seconds = {}, {}
+    first = ranks(*TINY, "--updates", "1", "--runs", tmp_path_factory.mktemp("first"))  # makes the tiny model
+    assert first["codes"] == [0, 0], first["said"]
 
     def of(method):
         if method not in runs:

@@ -56,6 +56,7 @@ def test_the_first_updates_cannot_be_all():
         Throughput(updates=20)
 
 
+@pytest.mark.slow
 def test_the_2x2_is_measured_in_one_command(start, tmp_path, folder):  # noqa: F811
     flags = ["--updates", "5", "--left-out", "2", "--rounds", "1", "--simulated-updates", "0"]
     process = start("throughput.py", *TINY, *flags)
