@@ -51,13 +51,15 @@ class Recorded:
     Attributes:
         kernel: The jitted function.
         grid: Of programs.
-        arguments: Name -> tensor, number or None.
+        arguments: Name -> tensor without memory, number or None.
+        aligned: Names of the tensors that start at a multiple of 16 bytes.
         options: Of the compiler.
     """
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
+    aligned: frozenset[str]
     options: dict[str, Any]
 
 
@@ -91,8 +93,17 @@ def recording(arch: str) -> Iterator[list[Recorded]]:
         names = [p.name for p in kernel.params]
         given = dict(zip(names, arguments, strict=False))
         given |= {name: settings.pop(name) for name in list(settings) if name in names}
-        options = {"enable_fp_fusion": False, **settings}
-        launches.append(Recorded(kernel=kernel, grid=grid, arguments=given, options=options))
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        aligned = (n for n, t in tensors.items() if t.storage_offset() * t.element_size() % 16 == 0)
+        launches.append(
+            Recorded(
+                kernel=kernel,
+                grid=grid,
+                arguments=given | {name: _without_memory(tensor) for name, tensor in tensors.items()},
+                aligned=frozenset(aligned),
+                options={"enable_fp_fusion": False, **settings},
+            )
+        )
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "interpreting", lambda: True))
@@ -105,6 +116,10 @@ def recording(arch: str) -> Iterator[list[Recorded]]:
         yield launches
 
 
+def _without_memory(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
 def specialised(launch: Recorded) -> ASTSource:
     """The source with types, constants and alignment, as the launch would specialise it."""
     signature, constants, attributes = {}, {}, {}
@@ -115,7 +130,7 @@ def specialised(launch: Recorded) -> ASTSource:
             signature[name], constants[i,] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[name] = _POINTERS[value.dtype]
-            if value.data_ptr() % 16 == 0:
+            if name in launch.aligned:
                 attributes[i,] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[name] = "fp32"
