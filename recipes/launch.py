@@ -132,7 +132,6 @@ def run(
 
 def keep_heap() -> None:
     """Tell the garbage collector that what is there stays: going through it takes 0.2 s, again and again."""
-    gc.collect()
     gc.freeze()
 
 
