@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,8 +41,7 @@ def stream_seed(seed: int, stream: int) -> int:
         >>> stream_seed(0, 1) == int(splitmix64(splitmix64(torch.tensor(0)) ^ 1))
         True
     """
-    mixed = _splitmix64_of_int(_splitmix64_of_int(seed) ^ stream)
-    return mixed - (1 << 64) if mixed >> 63 else mixed
+    return _signed(_splitmix64_of_int(_splitmix64_of_int(seed) ^ stream))
 
 
 def _splitmix64_of_int(x: int) -> int:
@@ -72,8 +72,7 @@ def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
 def tensor_digest(tensor: Tensor) -> int:
     """A 64-bit checksum of a tensor's bytes, dtype aside, that no order of summation can change.
 
-    Each element's bit pattern is hashed together with its index and the hashes are added modulo 2^64: integer
-    addition is exact, so the digest is the same on every device and for every number of threads.
+    See ``tensor_digests``.
 
     Args:
         tensor: Any shape; elements of 1, 2, 4 or 8 bytes.
@@ -87,28 +86,48 @@ def tensor_digest(tensor: Tensor) -> int:
 
 
 def tensor_digests(tensors: Sequence[Tensor]) -> list[int]:
-    """``tensor_digest`` of each of many tensors, small ones in a few calls together.
+    """``tensor_digest`` of each of many tensors, with one copy from the device for all.
+
+    Element x at place i becomes y = (x xor a_i) * c, then (y xor (y >> 32)) * b_i, modulo 2^64, with
+    pseudorandom a_i and odd b_i: each step can be undone, so a change of one element always shows. Integers add exactly in
+    any order, so the sum is the same on every device and for every number of threads. Long tensors are summed
+    in blocks, and the splitmix64 of each block's sum and number are summed in turn.
 
     Args:
         tensors: As for ``tensor_digest``, all on one device.
     """
-    digests: list[int] = []
-    batch: list[Tensor] = []
-    for tensor in tensors:
-        if batch and sum(map(len, batch)) + tensor.numel() > _DIGESTED_TOGETHER:
-            digests += _digests(batch)
-            batch = []
-        flat = tensor.detach().contiguous().view(-1)
-        batch.append(flat.view(_INTEGERS[flat.element_size()]).to(torch.int64))
-    return digests + (_digests(batch) if batch else [])
+    blocks = [_blocks(tensor) for tensor in tensors]
+    sums = [_block_sum(block) for part in blocks for block in part]
+    numbers = iter(torch.stack(sums).tolist() if sums else [])
+    return [
+        _signed(sum(_splitmix64_of_int(_splitmix64_of_int(k) ^ n % _MODULUS) for k, n in enumerate(part)))
+        for part in ([next(numbers) for _ in part] for part in blocks)
+    ]
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_DIGESTED_TOGETHER = 1 << 20  # elements
+_BLOCK = 1 << 18  # elements
+_MODULUS = 1 << 64
 
 
-def _digests(words: Sequence[Tensor]) -> list[int]:
-    joined = words[0] if len(words) == 1 else torch.cat(list(words))
-    index = torch.cat([torch.arange(len(part), device=part.device) for part in words])
-    hashed = splitmix64(joined ^ splitmix64(index)).split([len(part) for part in words])
-    return torch.stack([part.sum() for part in hashed]).tolist()
+def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(_INTEGERS[flat.element_size()]).split(_BLOCK) if len(flat) else ()
+
+
+def _block_sum(words: Tensor) -> Tensor:
+    before, after = (key[: len(words)] for key in _keys(words.device))
+    mixed = (words ^ before).mul_(_FIRST)
+    low, high = mixed.view(torch.int32).view(-1, 2).unbind(1)
+    low ^= high  # a logical shift to the right by 32, and the exclusive or with it
+    return mixed.mul_(after).sum()
+
+
+@cache
+def _keys(device: torch.device) -> tuple[Tensor, Tensor]:
+    places = torch.arange(_BLOCK, device=device)
+    return splitmix64(places), splitmix64(~places) | 1
+
+
+def _signed(x: int) -> int:
+    return (x + (1 << 63)) % _MODULUS - (1 << 63)

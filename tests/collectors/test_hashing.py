@@ -2,7 +2,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
-from rzero.collectors.hashing import splitmix64, tensor_digest, uniforms
+from rzero.collectors.hashing import splitmix64, tensor_digest, tensor_digests, uniforms
 
 MASK = (1 << 64) - 1
 
@@ -56,3 +56,51 @@ def test_a_digest_takes_other_dtypes_and_empty_tensors():
         values = torch.arange(6).to(dtype)
         assert tensor_digest(values) != tensor_digest(values + 1)
     assert tensor_digest(torch.empty(0)) == 0
+
+
+def by_the_formula(words, *, block=1 << 18):
+    """The digest as its docstring states it, in Python's integers."""
+    mask = (1 << 64) - 1
+
+    def mix(x):
+        x = (x + 0x9E3779B97F4A7C15) & mask
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        return x ^ (x >> 31)
+
+    total = 0
+    for number in range(0, len(words), block):
+        part = 0
+        for place, word in enumerate(words[number : number + block]):
+            y = ((word & mask) ^ mix(place)) * 0xBF58476D1CE4E5B9 & mask
+            part += (y ^ (y >> 32)) * (mix(place ^ mask) | 1)
+        total += mix(mix(number // block) ^ (part & mask))
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def test_a_digest_is_the_stated_sum():
+    words = torch.randint(-(1 << 31), 1 << 31, (1000,), generator=torch.Generator().manual_seed(2))
+    assert tensor_digest(words.to(torch.int32)) == by_the_formula(words.tolist())
+    assert tensor_digests([words[:3], words[:0], words]) == [
+        by_the_formula(words[:3].tolist()),
+        0,
+        by_the_formula(words.tolist()),
+    ]
+
+
+def test_a_digest_of_several_blocks_is_the_stated_sum():
+    words = torch.arange((1 << 18) + 5)
+    assert tensor_digest(words) == by_the_formula(words.tolist())
+    swapped = torch.cat([words[1 << 18 :], words[: 1 << 18]])
+    assert tensor_digest(swapped) != tensor_digest(words)
+
+
+def test_changes_of_signs_do_not_cancel():
+    values = torch.randn(500, generator=torch.Generator().manual_seed(3))
+    digests = {tensor_digest(values)}
+    for first in range(0, 500, 20):
+        for second in range(first + 1, 500, 20):
+            changed = values.clone()
+            changed[[first, second]] *= -1
+            digests.add(tensor_digest(changed))
+    assert len(digests) == 1 + 325
