@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 import transformers
@@ -17,23 +14,20 @@ from torch import Tensor
 from recipes.config import Config
 from recipes.errors import RecipeError
 from recipes.kernel_choice import Kernels, put_kernels_under
-from recipes.task_sources import Tasks, load_tasks
-from recipes.tasks import Problem
-from recipes.tiny_model import cached_tiny_model, default_cache_dir, encode_prompts
+from recipes.task_prompts import TaskPrompts, encoded, task_rewards, vocabulary_digest
+from recipes.task_sources import Tasks, load_tasks, task_flags
+from recipes.tiny_model import cached_tiny_model, default_cache_dir
 from rzero.audit import AuditReport, audit
 from rzero.collectors import (
     Completion,
     GenerationEngine,
     GenerationRequest,
-    Prompt,
-    RewardFunction,
     load_weights,
     weight_digests,
 )
 
 HELD_OUT_UIDS = 1 << 61  # Held-out responses are no training data and share no uid with it.
 HELD_OUT_SEED = 1  # Held-out responses draw the same random numbers at every evaluation and in every run.
-ENCODED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +65,11 @@ class Policy:
     @property
     def tokenizer_digest(self) -> str:
         """Digest of the vocabulary."""
-        return hashlib.blake2b(
-            repr(sorted(self.tokenizer.get_vocab().items())).encode(), digest_size=16
-        ).hexdigest()
+        return vocabulary_digest(self.tokenizer)
 
     def prompts(self) -> TaskPrompts:
         """The training stream, encoded."""
-        return TaskPrompts(self)
-
-    def rewards(self) -> RewardFunction:
-        """The task's own verifier, on the text of a group's responses."""
-        return self._scores
+        return TaskPrompts(self.tokenizer, self.tasks)
 
     def held_out_accuracy(
         self,
@@ -102,7 +90,10 @@ class Policy:
         Raises:
             RuntimeError: If a token was sampled with weights of another version.
         """
-        prompts = [self.prompt(problem) for problem in self.tasks.held_out]
+        prompts, rewards = (
+            encoded(self.tokenizer, self.tasks.held_out),
+            task_rewards(self.tokenizer, self.tasks),
+        )
         completions = sample(
             [
                 GenerationRequest(
@@ -127,7 +118,7 @@ class Policy:
         scores = [
             score
             for index, prompt in enumerate(prompts)
-            for score in self._scores(prompt, responses[index * samples : (index + 1) * samples])
+            for score in rewards(prompt, responses[index * samples : (index + 1) * samples])
         ]
         return sum(score == 1.0 for score in scores) / len(scores)
 
@@ -144,11 +135,11 @@ class Policy:
         name, device = self.kernels.name, self.model.device
         model, kernels = new_model(self.model.config, dtype=self.dtype, kernels=name, device=device)
         load_weights(model, weights, weight_digests({n: t.to(self.dtype) for n, t in weights.items()}))
-        problems = self.tasks.held_out
+        held_out = encoded(self.tokenizer, self.tasks.held_out)
         return audit(
             engine,
             model,
-            [self.prompt(problems[index % len(problems)]).token_ids for index in range(prompts)],
+            [held_out[index % len(held_out)].token_ids for index in range(prompts)],
             version=version,
             temperature=self.temperature,
             kernel_fingerprint=kernels.fingerprint,
@@ -157,61 +148,6 @@ class Policy:
             seed=version,
             log_softmax=kernels.log_softmax,
         )
-
-    def prompt(self, problem: Problem) -> Prompt:
-        """One problem, encoded."""
-        return self.prompts_of([problem])[0]
-
-    def prompts_of(self, problems: Sequence[Problem]) -> list[Prompt]:
-        """Problems, encoded."""
-        encoded = encode_prompts(self.tokenizer, [problem.question for problem in problems])
-        return [
-            Prompt(prompt_id=problem.prompt_id, token_ids=tuple(token_ids), problem=problem)
-            for problem, token_ids in zip(problems, encoded, strict=True)
-        ]
-
-    def _scores(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[float]:
-        texts = self.tokenizer.batch_decode([list(ids) for ids in responses], skip_special_tokens=True)
-        return [self.tasks.score(prompt.problem, text) for text in texts]
-
-
-@final
-class TaskPrompts:
-    """The training problems as a ``PromptStream``: it stands at an index of the tasks' own stream.
-
-    Args:
-        policy: Encodes its own tasks.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self.load_state_dict({"cursor": 0})
-
-    def __iter__(self) -> Iterator[Prompt]:
-        """Itself."""
-        return self
-
-    def __next__(self) -> Prompt:
-        """The next one."""
-        if not self._encoded:
-            self._encoded.extend(self._policy.prompts_of(list(islice(self._problems, ENCODED_AT_ONCE))))
-        prompt = self._encoded.popleft()
-        self._cursor = prompt.prompt_id + 1
-        return prompt
-
-    def prompt(self, prompt_id: int) -> Prompt:
-        """The one of an id."""
-        return self._policy.prompt(self._policy.tasks.problem(prompt_id))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The index after the last one that was yielded."""
-        return {"cursor": self._cursor}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self._cursor: int = state_dict["cursor"]
-        self._problems = self._policy.tasks.stream(self._cursor)
-        self._encoded: deque[Prompt] = deque()
 
 
 def new_policy(config: Config, *, device: torch.device | str = "cpu") -> Policy:
@@ -227,13 +163,7 @@ def new_policy(config: Config, *, device: torch.device | str = "cpu") -> Policy:
     policy = load_policy(
         config.model,
         specs=config.tasks,
-        tasks=load_tasks(
-            config.tasks,
-            config.problems,
-            config.held_out_problems,
-            seed=config.seed,
-            held_out=config.held_out,
-        ),
+        tasks=load_tasks(**task_flags(config)),
         temperature=config.temperature,
         warm_up_steps=config.warm_up_steps,
         kernels=config.kernels,

@@ -30,6 +30,7 @@ from recipes.recording import record_update
 from recipes.resume import RunCheckpoints
 from recipes.run_log import RunLog
 from recipes.samplers import run_sampler, start_samplers
+from recipes.task_sources import task_flags
 from rzero.buffers import PackedBatch, ProvenanceReplayBuffer, TokenLogStorage
 from rzero.collectors import (
     AsyncRolloutCollector,
@@ -58,13 +59,15 @@ def start_collector(
     config: Config, policy: Policy, channels: Channels, weights: Mapping[str, Tensor], *, version: int
 ) -> AsyncRolloutCollector:
     """Build the samplers' engines and publish the first weights to them."""
-    engines = start_samplers(policy, channels, max_slots=config.max_slots, engine=config.engine)
+    engines = start_samplers(
+        policy, channels, max_slots=config.max_slots, engine=config.engine, tasks=task_flags(config)
+    )
     publisher = WeightPublisher(engines, wire_dtype=config.wire, tolerate_lost=config.tolerate_failures)
     publisher.publish(weights, version=version)
     return AsyncRolloutCollector(
         engines,
         policy.prompts(),
-        policy.rewards(),
+        None,  # the samplers reward
         scheduler=new_scheduler(config, version=version),
         buffer=ProvenanceReplayBuffer(
             storage=TokenLogStorage(),

@@ -1,4 +1,4 @@
-"""The sampler ranks: told by the learner what to build, then serving an engine until it closes them."""
+"""The sampler ranks: told by the learner what to build, then serving an engine, which also rewards."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from recipes.errors import RecipeError
 from recipes.launch import keep_heap
 from recipes.policy import Policy, new_model
-from rzero.collectors import Channel, GenerationEngine, RemoteEngine, TransformersEngine, serve_engine
+from recipes.task_prompts import task_rewards, vocabulary_digest
+from recipes.task_sources import load_tasks
+from rzero.collectors import (
+    Channel,
+    GenerationEngine,
+    RemoteEngine,
+    SingleTurn,
+    TransformersEngine,
+    serve_engine,
+)
 from rzero.collectors.transport import Message
 
 
@@ -23,8 +34,17 @@ def start_samplers(
     *,
     max_slots: int,
     engine: str = "transformers",
+    tasks: Mapping[str, Any] | None = None,
 ) -> list[RemoteEngine]:
-    """On the learner's rank: have each sampler build an engine, still without its weights."""
+    """On the learner's rank: have each sampler build an engine, still without its weights.
+
+    Args:
+        policy: Whose shape and kernels the engines have.
+        channels: To and from each sampler.
+        max_slots: Responses that one engine samples at the same time.
+        engine: ``transformers`` or ``vllm``.
+        tasks: As ``load_tasks`` takes them; with them, each sampler rewards what it samples.
+    """
     settings = {
         "config": policy.model.config.to_json_string(use_diff=False),
         "dtype": str(policy.dtype).removeprefix("torch."),
@@ -36,19 +56,22 @@ def start_samplers(
         "kernels": policy.kernels.name,
         "engine": engine,
         "architecture": type(policy.model).__name__,
+        "tasks": json.dumps(tasks),
     }
+    tokenizer = {} if tasks is None else tokenizer_files(policy.tokenizer)
     for outgoing, _ in channels.values():
-        outgoing.send(Message("start", text=settings))
+        outgoing.send(Message("start", tokenizer, settings))
     return [RemoteEngine(outgoing, incoming) for outgoing, incoming in channels.values()]
 
 
 def run_sampler(outgoing: Channel, incoming: Channel) -> None:
     """On a sampler's rank: build and serve one engine after the other, as the learner asks for them."""
     while (message := incoming.receive()).kind == "start":
-        _serve(message.text, outgoing, incoming)
+        _serve(message, outgoing, incoming)
 
 
-def _serve(told: Mapping[str, str], outgoing: Channel, incoming: Channel) -> None:
+def _serve(message: Message, outgoing: Channel, incoming: Channel) -> None:
+    told = message.text
     if told["device"] == "cuda":
         _see_own_gpu_alone()
     raw = json.loads(told["config"])
@@ -71,9 +94,45 @@ def _serve(told: Mapping[str, str], outgoing: Channel, incoming: Channel) -> Non
         engine = TransformersEngine(
             model, **law, kernel_fingerprint=kernels.fingerprint, log_softmax=kernels.log_softmax
         )
+    try:
+        rewarded = _rewarded(message, json.loads(told["tasks"]))
+    except RecipeError as error:
+        outgoing.send(Message("error", text={"traceback": str(error)}))
+        raise
     keep_heap()
-    serve_engine(engine, outgoing, incoming)
+    serve_engine(engine, outgoing, incoming, **rewarded)
     engine.close()
+
+
+def _rewarded(message: Message, flags: dict[str, Any] | None) -> dict[str, Any]:
+    """What ``serve_engine`` needs to reward groups of the tasks; nothing if there are none."""
+    if flags is None:
+        return {}
+    tasks, tokenizer = load_tasks(**flags), tokenizer_from(message.tensors)
+    if vocabulary_digest(tokenizer) != message.text["tokenizer_digest"]:
+        raise RecipeError("a sampler's tokenizer must be the learner's, got another vocabulary")
+    return {"interaction": SingleTurn(task_rewards(tokenizer, tasks)), "problem": tasks.problem}
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, torch.Tensor]:
+    """The files of a tokenizer by name, as bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {
+            str(path.relative_to(folder)): torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+            for path in Path(folder).rglob("*")
+            if path.is_file()
+        }
+
+
+def tokenizer_from(files: Mapping[str, torch.Tensor]) -> Any:
+    """The tokenizer of ``tokenizer_files``."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in files.items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data.numpy().tobytes())
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def _see_own_gpu_alone() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from recipes.math_problems import MathTasks
 from recipes.tasks import Problem, ReasoningTasks
@@ -32,8 +32,24 @@ class Tasks(Protocol):
         ...
 
 
+def task_flags(config: Any) -> dict[str, Any]:
+    """The settings of a run that say which problems it has, as ``load_tasks`` takes them and JSON can."""
+    files = {name: getattr(config, name) for name in ("problems", "held_out_problems")}
+    return {
+        "specs": list(config.tasks),
+        **{name: None if path is None else str(path) for name, path in files.items()},
+        "seed": config.seed,
+        "held_out": config.held_out,
+    }
+
+
 def load_tasks(
-    specs: Sequence[str], problems: Path | None, held_out_problems: Path | None, *, seed: int, held_out: int
+    *,
+    specs: Sequence[str],
+    problems: Path | str | None,
+    held_out_problems: Path | str | None,
+    seed: int,
+    held_out: int,
 ) -> Tasks:
     """The problems of a file if one is given, else those of reasoning-gym.
 
@@ -42,4 +58,5 @@ def load_tasks(
     """
     if problems is None:
         return ReasoningTasks(specs, seed=seed, held_out_size=held_out)
-    return MathTasks(problems, held_out_problems, seed=seed, held_out_size=held_out)
+    held_out_path = None if held_out_problems is None else Path(held_out_problems)
+    return MathTasks(Path(problems), held_out_path, seed=seed, held_out_size=held_out)

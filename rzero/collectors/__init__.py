@@ -16,12 +16,12 @@ from rzero.collectors.engine import (
 )
 from rzero.collectors.environment import Environment, MultiTurn, Step, Trajectory
 from rzero.collectors.failures import GroupFailed
-from rzero.collectors.interaction import Interaction
+from rzero.collectors.interaction import GroupEngine, GroupRequest, Interaction
 from rzero.collectors.lag import LagReport
 from rzero.collectors.measured_workload import WorkloadMeter
 from rzero.collectors.prompt import Prompt, PromptStream
 from rzero.collectors.publisher import PublishReport, WeightPublisher
-from rzero.collectors.remote import RemoteEngine, serve_engine
+from rzero.collectors.remote import RemoteEngine
 from rzero.collectors.rewards import RewardFunction, SingleTurn
 from rzero.collectors.scheduler import (
     CreditScheduler,
@@ -32,6 +32,7 @@ from rzero.collectors.scheduler import (
     strict,
     windowed,
 )
+from rzero.collectors.serving import serve_engine
 from rzero.collectors.simulate import Comparison, Simulation, Workload, compare_with_synchronous, simulate
 from rzero.collectors.transport import Channel, open_channels
 from rzero.collectors.weights import load_weights, named_weights, rounded_weights, weight_digests
@@ -51,7 +52,9 @@ __all__ = [
     "Environment",
     "GenerationEngine",
     "GenerationRequest",
+    "GroupEngine",
     "GroupFailed",
+    "GroupRequest",
     "InFlightPolicy",
     "Interaction",
     "LagReport",

@@ -11,15 +11,16 @@ from typing import Any, final
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torchrl.collectors import BaseCollector
 
 from rzero.buffers import PackedBatch, ProvenanceReplayBuffer
 from rzero.collectors.engine import Completion, EngineLost, GenerationEngine, GenerationRequest
 from rzero.collectors.engine_pool import EnginePool
-from rzero.collectors.interaction import Interaction
+from rzero.collectors.interaction import Interaction, group_player
 from rzero.collectors.prompt import Prompt
 from rzero.collectors.publisher import PublishReport, WeightPublisher
-from rzero.collectors.rewards import RewardFunction, SingleTurn
+from rzero.collectors.rewards import RewardFunction, interaction_of
 from rzero.collectors.rollout_loop import RolloutLoop
 from rzero.collectors.scheduler import Scheduler
 from rzero.collectors.weights import only_policy, policy_weights
@@ -48,7 +49,8 @@ class AsyncRolloutCollector(BaseCollector):
         prompts: Endless; advanced by the background thread. To be saved, a collector needs a
             ``PromptStream``.
         reward_fn: Rewards a whole group; an ``Interaction`` says more about how, a plain or async function
-            stands for ``SingleTurn(reward_fn)``.
+            stands for ``SingleTurn(reward_fn)``. None: the engines have groups rewarded where they are, as
+            ``RemoteEngine`` does if its rank serves with an interaction.
         scheduler: Who may start, and in which order the learner gets what has finished.
         buffer: Empty, of the same group size and groups per batch.
         group_size: Responses per prompt.
@@ -62,6 +64,7 @@ class AsyncRolloutCollector(BaseCollector):
 
     Raises:
         ValueError: If the engines disagree about the version, or scheduler and buffer about the batch.
+        TypeError: If ``reward_fn`` is None and an engine is no ``GroupEngine``.
     """
 
     total_frames = -1  # endless, in TorchRL's words
@@ -70,7 +73,7 @@ class AsyncRolloutCollector(BaseCollector):
         self,
         engines: Sequence[GenerationEngine],
         prompts: Iterator[Prompt],
-        reward_fn: RewardFunction | Interaction,
+        reward_fn: RewardFunction | Interaction | None,
         *,
         scheduler: Scheduler,
         buffer: ProvenanceReplayBuffer,
@@ -92,12 +95,13 @@ class AsyncRolloutCollector(BaseCollector):
         self.publisher = publisher or WeightPublisher(engines)
         self.publisher.add_done_callback(self._published)
         self._pool = EnginePool(engines, tolerate_lost=self.publisher.tolerate_lost)
-        self._interaction = reward_fn if isinstance(reward_fn, Interaction) else SingleTurn(reward_fn)
+        self._interaction = interaction_of(reward_fn)
         self._scheduler, self._postproc, self._timeout = scheduler, postproc, timeout
         self._loop = RolloutLoop(
             self._pool,
             prompts,
-            self._interaction,
+            group_player(self._interaction, engines),
+            reward_state=self._interaction if isinstance(self._interaction, Stateful) else None,
             scheduler=scheduler,
             buffer=buffer,
             group_size=group_size,
@@ -241,7 +245,8 @@ class AsyncRolloutCollector(BaseCollector):
     ) -> None:
         """Stop the background thread, waiting for it ``timeout`` seconds at most, and close the engines."""
         self._loop.stop(timeout)
-        self._interaction.close()
+        if self._interaction is not None:
+            self._interaction.close()
         for engine in self.engines:
             with suppress(EngineLost) if self.publisher.tolerate_lost else nullcontext():
                 engine.close()

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from rzero.buffers import ProvenanceReplayBuffer
 from rzero.collectors.failures import FailureCounts
 from rzero.collectors.group_sampler import GroupSampler
-from rzero.collectors.interaction import Interaction
 from rzero.collectors.pack_completions import Fields, join_groups, split_groups
 from rzero.collectors.prompt import Prompt, PromptStream
 from rzero.collectors.scheduler import Scheduler
@@ -32,7 +31,7 @@ class CollectorState:
         sampler: The groups in flight.
         buffer: The groups that are released.
         failures: Counts.
-        interaction: May be ``Stateful``.
+        reward_state: What the rewards remember, None if nothing.
         group_size: Responses per prompt.
         finished: Groups that are complete and not released, by ticket.
         frames: Sampled tokens delivered so far.
@@ -44,7 +43,7 @@ class CollectorState:
     sampler: GroupSampler
     buffer: ProvenanceReplayBuffer
     failures: FailureCounts
-    interaction: Interaction
+    reward_state: Stateful | None
     group_size: int
     finished: dict[int, Fields] = field(default_factory=dict)
     frames: int = 0
@@ -62,7 +61,7 @@ class CollectorState:
             failures=self.failures.state_dict(),
             frames=self.frames,
             batches=self.batches,
-            interaction=self.interaction.state_dict() if isinstance(self.interaction, Stateful) else {},
+            interaction={} if self.reward_state is None else self.reward_state.state_dict(),
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -78,12 +77,12 @@ class CollectorState:
         prompts.load_state_dict(state_dict["prompts"])
         self.buffer.load_state_dict(state_dict["buffer"])
         finished = {name: field.numpy() for name, field in state_dict["finished"].items()}
-        groups = split_groups(finished, group_size=self.group_size)
+        groups = split_groups(finished, sizes=[self.group_size] * len(self.scheduler.finished))
         self.finished = dict(zip(self.scheduler.finished, groups, strict=True))
         self.failures.load_state_dict(state_dict["failures"])
         self.frames, self.batches = state_dict["frames"], state_dict["batches"]
-        if isinstance(self.interaction, Stateful):
-            self.interaction.load_state_dict(state_dict["interaction"])
+        if self.reward_state is not None:
+            self.reward_state.load_state_dict(state_dict["interaction"])
         for ticket, prompt_id in state_dict["in_flight"]:
             self.sampler.start(ticket, prompts.prompt(prompt_id))
 

@@ -23,7 +23,7 @@ class GroupFailed(Exception):
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
-        self.reason = reason
+        self.reason, self.message = reason, message
 
 
 class FailureCounts:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from functools import partial
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
+NextT = TypeVar("NextT")
 
 
 def settle(future: Future[Any], result: Any) -> bool:
@@ -34,24 +35,29 @@ def outcome(future: Future[ResultT]) -> ResultT | BaseException:
     return future.exception() or future.result()
 
 
-def first_of(group: Future[list[ResultT]]) -> Future[ResultT]:
-    """The first of the results alone.
+def then(future: Future[ResultT], function: Callable[[ResultT], NextT]) -> Future[NextT]:
+    """What a function makes of a result, in the thread that brings it; exceptions of either pass on.
 
     Example:
         >>> group = Future()
-        >>> first = first_of(group)
+        >>> first = then(group, lambda results: results[0])
         >>> group.set_result([1, 2])
         >>> first.result()
         1
     """
-    future: Future[ResultT] = Future()
+    following: Future[NextT] = Future()
 
-    def done(_: Future[list[ResultT]]) -> None:
-        results = outcome(group)
-        settle(future, results[0] if isinstance(results, list) else results)
+    def done(_: Future[ResultT]) -> None:
+        result = outcome(future)
+        if not isinstance(result, BaseException):
+            try:
+                result = function(result)
+            except BaseException as error:
+                result = error
+        settle(following, result)
 
-    group.add_done_callback(done)
-    return future
+    future.add_done_callback(done)
+    return following
 
 
 def gathered(futures: Sequence[Future[ResultT]]) -> Future[list[ResultT]]:

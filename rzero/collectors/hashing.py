@@ -89,9 +89,9 @@ def tensor_digests(tensors: Sequence[Tensor]) -> list[int]:
     """``tensor_digest`` of each of many tensors, with one copy from the device for all.
 
     Element x at place i becomes y = (x xor a_i) * c, then (y xor (y >> 32)) * b_i, modulo 2^64, with
-    pseudorandom a_i and odd b_i: each step can be undone, so a change of one element always shows. Integers add exactly in
-    any order, so the sum is the same on every device and for every number of threads. Long tensors are summed
-    in blocks, and the splitmix64 of each block's sum and number are summed in turn.
+    pseudorandom a_i and odd b_i: each step can be undone, so a change of one element always shows. Integers
+    add exactly in any order, so the sum is the same on every device and for every number of threads. Long
+    tensors are summed in blocks, and the splitmix64 of each block's sum and number are summed in turn.
 
     Args:
         tensors: As for ``tensor_digest``, all on one device.

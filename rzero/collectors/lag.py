@@ -104,7 +104,9 @@ class LagReport:
         own = self._counts.shape[1]
         if size is not None and size < own:
             raise ValueError(f"LagReport.counts: size must be at least {own}, got {size}")
-        return torch.nn.functional.pad(self._counts, (0, (size or own) - own)).clone()
+        if size in (None, own):
+            return self._counts.clone()
+        return torch.nn.functional.pad(self._counts, (0, size - own))
 
     def add_counts(self, counts: Tensor) -> None:
         """Adds a tensor that `counts` returned, or a sum of several.

@@ -21,7 +21,7 @@ Fields = Mapping[str, np.ndarray]
 
 
 def group_fields(completions: Sequence[Completion], rewards: Sequence[float]) -> Fields:
-    """The completions of some groups with their rewards."""
+    """The completions of one or more groups with their rewards."""
     requests = [c.request for c in completions]
     lengths = [c.response.shape[0] for c in completions]
     rows = packed_rows(
@@ -59,16 +59,21 @@ def join_groups(groups: Sequence[Fields]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
 
 
-def split_groups(fields: Fields, *, group_size: int) -> list[Fields]:
-    """The inverse of ``join_groups``, as views."""
+def split_groups(fields: Fields, *, sizes: Sequence[int]) -> list[Fields]:
+    """The inverse of ``join_groups``, as views.
+
+    Args:
+        fields: Of groups end to end.
+        sizes: Responses of each group.
+    """
     if not fields:
         return []
-    rows = list(range(0, len(fields["uid"]) + 1, group_size))
+    rows = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     tokens = np.concatenate([[0], np.cumsum(_lengths(fields))])[rows].tolist()
     bounds = {name: tokens if name in TOKEN_FIELDS else rows for name in fields}
     return [
         {name: field[bounds[name][k] : bounds[name][k + 1]] for name, field in fields.items()}
-        for k in range(len(rows) - 1)
+        for k in range(len(sizes))
     ]
 
 

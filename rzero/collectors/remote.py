@@ -1,8 +1,8 @@
-"""An engine in another process: ``serve_engine`` on the sampler's rank, ``RemoteEngine`` on the learner's.
+"""An engine in another process: ``RemoteEngine`` here, ``serve_engine`` (``serving.py``) there.
 
 learner's rank                                      sampler's rank
-RemoteEngine.submit / swap / close  --commands-->   serve_engine --> engine (its own thread)
-futures resolve                     <--results---   completions, acknowledgements, errors
+RemoteEngine.submit / swap / close  --commands-->   serve_engine --> engine (its own thread), interaction
+futures resolve                     <--results---   completions, whole groups, acknowledgements, errors
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import queue
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from itertools import islice
@@ -19,14 +18,17 @@ from torch import Tensor
 
 from rzero.buffers import SamplingContext
 from rzero.collectors.drain import drain
-from rzero.collectors.engine import Completion, EngineError, EngineLost, GenerationEngine, GenerationRequest
-from rzero.collectors.futures import first_of, outcome
-from rzero.collectors.transport import Channel, ConnectionLost, Message
+from rzero.collectors.engine import Completion, EngineError, EngineLost, GenerationRequest
+from rzero.collectors.failures import GroupFailed
+from rzero.collectors.futures import settle, then
+from rzero.collectors.interaction import GroupRequest
+from rzero.collectors.pack_completions import Fields
+from rzero.collectors.transport import Channel, Message
 from rzero.collectors.wire import (
     Requests,
     decode_completions,
-    decode_requests,
-    encode_completions,
+    decode_played,
+    encode_group_requests,
     encode_requests,
 )
 
@@ -49,11 +51,12 @@ class RemoteEngine:
         self._timeout = timeout
         self._busy_seconds = 0.0
         self._lock = threading.Lock()
-        self._groups: dict[int, tuple[Requests, Future[list[Completion]]]] = {}  # by the first uid
+        self._submitted: dict[int, tuple[Requests, Future[list[Completion]]]] = {}  # by the first uid
+        self._playing: dict[int, Future[Fields]] = {}  # by the group's id
         self._reply: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._call_lock = threading.Lock()  # one call that waits for a reply at a time
         self._error: BaseException | None = None
-        self._to_send: queue.SimpleQueue[Message | Requests | None] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[Message | Requests | GroupRequest | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(
                 target=target, name=f"RemoteEngine-{outgoing.peer}-{target.__name__}", daemon=True
@@ -68,7 +71,7 @@ class RemoteEngine:
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         """See ``GenerationEngine.submit``."""
-        return first_of(self.submit_group([request]))
+        return then(self.submit_group([request]), lambda completions: completions[0])
 
     def submit_group(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
         """See ``GenerationEngine.submit_group``; nothing travels back before all are complete."""
@@ -76,7 +79,16 @@ class RemoteEngine:
         group = tuple(requests)
         with self._lock:
             self._refuse_if_failed("submit")
-            self._groups[group[0].uid] = (group, future)
+            self._submitted[group[0].uid] = (group, future)
+        self._to_send.put(group)
+        return future
+
+    def play_group(self, group: GroupRequest) -> Future[Fields]:
+        """See ``GroupEngine.play_group``; the engine's rank must serve with an interaction."""
+        future: Future[Fields] = Future()
+        with self._lock:
+            self._refuse_if_failed("play_group")
+            self._playing[group.group_id] = future
         self._to_send.put(group)
         return future
 
@@ -149,9 +161,12 @@ class RemoteEngine:
         try:
             while True:
                 items = drain(self._to_send)
-                groups = [item for item in items if isinstance(item, tuple)]
+                requests = [item for item in items if isinstance(item, tuple)]
+                if requests:
+                    self._outgoing.send(Message("submit", encode_requests(requests)))
+                groups = [item for item in items if isinstance(item, GroupRequest)]
                 if groups:
-                    self._outgoing.send(Message("submit", encode_requests(groups)))
+                    self._outgoing.send(Message("play", encode_group_requests(groups)))
                 for item in items:
                     if isinstance(item, Message):
                         self._outgoing.send(item)
@@ -167,6 +182,12 @@ class RemoteEngine:
                 self._busy_seconds = float(message.text.get("busy_seconds", self._busy_seconds))
                 if message.kind == "completions":
                     self._resolve(message)
+                elif message.kind == "played":
+                    self._resolve_played(message)
+                elif message.kind == "group failed":
+                    error = GroupFailed(message.text["reason"], message.text["message"])
+                    error.add_note(message.text["traceback"])
+                    self._take_playing(int(message.text["group_id"])).set_exception(error)
                 elif message.kind == "error":
                     raise EngineError(f"rank {self._incoming.peer} failed:\n{message.text['traceback']}")
                 else:
@@ -178,101 +199,28 @@ class RemoteEngine:
 
     def _resolve(self, message: Message) -> None:
         with self._lock:
-            groups = [self._groups.pop(uid) for uid in message.tensors["first_uid"].tolist()]
+            groups = [self._submitted.pop(uid) for uid in message.tensors["first_uid"].tolist()]
         completions = iter(decode_completions(message.tensors, [r for group, _ in groups for r in group]))
         for group, future in groups:
             future.set_result(list(islice(completions, len(group))))
 
+    def _resolve_played(self, message: Message) -> None:
+        for fields in decode_played(message.tensors):
+            self._take_playing(int(fields["group_id"][0])).set_result(fields)
+
+    def _take_playing(self, group_id: int) -> Future[Fields]:
+        with self._lock:
+            return self._playing.pop(group_id)
+
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._error = self._error or error
-            groups, self._groups = self._groups, {}
-        for _, future in groups.values():
-            future.set_exception(error)
+            futures = [*(future for _, future in self._submitted.values()), *self._playing.values()]
+            self._submitted, self._playing = {}, {}
+        for future in futures:
+            settle(future, error)
         self._reply.put(error)
 
 
 def _like(error: BaseException, text: str) -> EngineError:
     return EngineLost(text) if isinstance(error, EngineLost) else EngineError(text)
-
-
-def serve_engine(engine: GenerationEngine, outgoing: Channel, incoming: Channel) -> None:
-    """Run an engine for a ``RemoteEngine`` on another rank until that closes it.
-
-    An exception in the engine travels to the learner's rank with its traceback, and is raised here too.
-
-    Args:
-        engine: Already holding the weights of its version.
-        outgoing: Channel to the learner's rank.
-        incoming: Channel from it.
-
-    Raises:
-        EngineError: If the engine failed.
-        ConnectionLost: If the learner's rank is gone.
-    """
-    outgoing.send(
-        Message("hello", text={"context": engine.context().to_json(), "version": str(engine.version())})
-    )
-    to_send: queue.SimpleQueue[Message | list[Completion] | BaseException] = queue.SimpleQueue()
-    receiver = threading.Thread(target=_serve_commands, args=(engine, incoming, to_send), daemon=True)
-    receiver.start()
-    while True:
-        items = drain(to_send)
-        error = next((item for item in items if isinstance(item, BaseException)), None)
-        if isinstance(error, ConnectionLost):
-            raise error
-        if error is not None:
-            text = "".join(traceback.format_exception(error))
-            outgoing.send(Message("error", text={"traceback": text}))
-            raise EngineError("serve_engine: the engine failed") from error
-        busy = {"busy_seconds": repr(engine.busy_seconds())}
-        groups = [item for item in items if isinstance(item, list)]
-        if groups:
-            outgoing.send(Message("completions", encode_completions(groups), busy))
-        for item in items:
-            if isinstance(item, Message):
-                outgoing.send(Message(item.kind, item.tensors, {**item.text, **busy}))
-                if item.kind == "closed":
-                    receiver.join()
-                    return
-
-
-def _serve_commands(
-    engine: GenerationEngine,
-    incoming: Channel,
-    to_send: queue.SimpleQueue[Message | list[Completion] | BaseException],
-) -> None:
-    def deliver(future: Future[list[Completion]]) -> None:
-        to_send.put(outcome(future))
-
-    try:
-        while True:
-            message = incoming.receive()
-            if message.kind == "submit":
-                for requests in decode_requests(message.tensors):
-                    engine.submit_group(requests).add_done_callback(deliver)
-            elif message.kind == "swap":
-                to_send.put(_swap(engine, message))
-            elif message.kind == "digests":
-                to_send.put(Message("digests", text={"digests": json.dumps(engine.weight_digests())}))
-            elif message.kind == "pause":
-                engine.pause()
-                to_send.put(Message("paused"))
-            elif message.kind == "resume":
-                engine.resume()
-                to_send.put(Message("resumed"))
-            elif message.kind == "close":
-                to_send.put(Message("closed"))
-                return
-            else:
-                raise ValueError(f"serve_engine: kind must be a known command, got {message.kind!r}")
-    except BaseException as error:
-        to_send.put(error)
-
-
-def _swap(engine: GenerationEngine, message: Message) -> Message:
-    try:
-        engine.swap(int(message.text["version"]), message.tensors, json.loads(message.text["digests"]))
-    except EngineError as error:
-        return Message("refused", text={"reason": str(error)})
-    return Message("swapped", text={"version": message.text["version"]})

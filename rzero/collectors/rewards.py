@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from rzero.collectors.engine import Completion, GenerationEngine, GenerationRequest
 from rzero.collectors.failures import GroupFailed
 from rzero.collectors.futures import settle
+from rzero.collectors.interaction import Interaction
 from rzero.collectors.loop_thread import LoopThread
 from rzero.collectors.prompt import Prompt
 from rzero.collectors.watchdog import Watchdog
@@ -146,6 +147,13 @@ class SingleTurn:
         if call.replaced:
             self._start_worker()
         settle(call.future, error)
+
+
+def interaction_of(reward_fn: RewardFunction | Interaction | None) -> Interaction | None:
+    """An interaction, or None, as it is; a function as ``SingleTurn``."""
+    if reward_fn is None or isinstance(reward_fn, Interaction):
+        return reward_fn
+    return SingleTurn(reward_fn)
 
 
 async def _coroutine(result: Awaitable[Sequence[float]]) -> Sequence[float]:

@@ -8,30 +8,32 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
+from torch.distributed.checkpoint.stateful import Stateful
+
 from rzero.buffers import PackedBatch, ProvenanceReplayBuffer
 from rzero.collectors.collector_state import CollectorState
 from rzero.collectors.drain import drain
-from rzero.collectors.engine import Completion
 from rzero.collectors.engine_pool import EnginePool
 from rzero.collectors.failures import FailureCounts, GroupFailed
 from rzero.collectors.group_sampler import GroupSampler
-from rzero.collectors.interaction import Interaction
-from rzero.collectors.pack_completions import group_fields, pack_groups, split_groups
+from rzero.collectors.interaction import GroupPlayer
+from rzero.collectors.pack_completions import Fields, pack_groups
 from rzero.collectors.prompt import Prompt
 from rzero.collectors.scheduler import Scheduler
 
 
 @final
 class RolloutLoop:
-    """Starts groups when the scheduler lets it, packs what they became, and hands the buffer whole groups.
+    """Starts groups when the scheduler lets it, and hands the buffer what they became.
 
-        events: a group was sampled | rewarded | failed; a version is on all engines; a batch was taken
+        events: a group is complete | has failed; a version is on all engines; a batch was taken
         thread: wait for events --> handle all that are there --> release groups --> start groups
 
     Args:
         pool: The engines.
         prompts: See ``AsyncRolloutCollector``, like all others.
-        interaction: How a response and its rewards come about.
+        play: Has an engine sample a group and get its rewards.
+        reward_state: What the rewards remember, None if nothing.
         scheduler: Who may start.
         buffer: Gets whole groups.
         group_size: Responses per prompt.
@@ -44,8 +46,9 @@ class RolloutLoop:
         self,
         pool: EnginePool,
         prompts: Iterator[Prompt],
-        interaction: Interaction,
+        play: GroupPlayer,
         *,
+        reward_state: Stateful | None,
         scheduler: Scheduler,
         buffer: ProvenanceReplayBuffer,
         group_size: int,
@@ -58,11 +61,10 @@ class RolloutLoop:
         self._boundary = threading.Condition()  # held while events are handled; otherwise all agrees
         self._error: BaseException | None = None
         self._failures = FailureCounts(patience=scheduler.capacity)
-        self._accepted: list[tuple[int, list[Completion], list[float]]] = []  # empty when all agrees
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.sampler = GroupSampler(
             pool,
-            interaction,
+            play,
             events=self._events,
             accept=self._accept,
             fail=self._fail,
@@ -76,7 +78,7 @@ class RolloutLoop:
             sampler=self.sampler,
             buffer=buffer,
             failures=self._failures,
-            interaction=interaction,
+            reward_state=reward_state,
             group_size=group_size,
         )
         self._stopping = False
@@ -182,7 +184,6 @@ class RolloutLoop:
                     for event in events:
                         if event is not None:
                             event()
-                    self._pack_accepted()
                     self._advance()
                     self._boundary.notify_all()
         except BaseException as error:
@@ -201,22 +202,11 @@ class RolloutLoop:
                 return
             self.sampler.start(ticket, next(self._prompts))
 
-    def _accept(self, ticket: int, completions: list[Completion], rewards: list[float]) -> None:
+    def _accept(self, ticket: int, group: Fields) -> None:
         self._failures.succeeded()
-        self._accepted.append((ticket, completions, rewards))
-
-    def _pack_accepted(self) -> None:
-        """Pack what a series of events completed, all at once."""
-        accepted, self._accepted = self._accepted, []
-        if not accepted:
-            return
-        completions = [completion for _, group, _ in accepted for completion in group]
-        fields = group_fields(completions, [reward for _, _, rewards in accepted for reward in rewards])
-        groups = split_groups(fields, group_size=self.state.group_size)
         with self._lock:
-            for (ticket, _, _), group in zip(accepted, groups, strict=True):
-                self.state.finished[ticket] = group
-                self._scheduler.accept(ticket)
+            self.state.finished[ticket] = group
+            self._scheduler.accept(ticket)
 
     def _fail(self, ticket: int, error: GroupFailed) -> None:
         with self._lock:

@@ -1,15 +1,19 @@
-"""Requests and completions as flat tensors, for messages between ranks."""
+"""Requests, completions and whole groups as flat tensors, for messages between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rzero.buffers import FinishCode
 from rzero.collectors.engine import Completion, GenerationRequest
+from rzero.collectors.interaction import GroupRequest, PlayedGroup
+from rzero.collectors.pack_completions import Fields, group_fields, split_groups
+from rzero.collectors.prompt import Prompt
 
 _REQUEST_FIELDS = ("uid", "group_id", "prompt_id", "sample_index", "max_new_tokens", "seed", "trace")
 _COMPLETION_FIELDS = ("finish_code", "context_id", "t_submit_ns", "t_first_ns", "t_done_ns")
@@ -100,3 +104,46 @@ def decode_completions(
             trace,
         ) in rows
     ]
+
+
+def encode_group_requests(groups: Sequence[GroupRequest]) -> dict[str, Tensor]:
+    """Groups to be played where the engine is, which knows their problems by id."""
+    return {
+        "group": torch.tensor(
+            [[g.group_id, g.prompt.prompt_id, g.size, g.max_new_tokens, g.seed] for g in groups]
+        ),
+        "prompt": torch.tensor([token for g in groups for token in g.prompt.token_ids], dtype=torch.int32),
+        "prompt_length": torch.tensor([len(g.prompt.token_ids) for g in groups]),
+    }
+
+
+def decode_group_requests(tensors: Mapping[str, Tensor], problem: Callable[[int], Any]) -> list[GroupRequest]:
+    """The inverse of ``encode_group_requests``, given the problem of each prompt's id."""
+    prompts = tensors["prompt"].split(tensors["prompt_length"].tolist())
+    return [
+        GroupRequest(
+            group_id=group_id,
+            prompt=Prompt(prompt_id=prompt_id, token_ids=tuple(tokens.tolist()), problem=problem(prompt_id)),
+            size=size,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+        )
+        for tokens, (group_id, prompt_id, size, max_new_tokens, seed) in zip(
+            prompts, tensors["group"].tolist(), strict=True
+        )
+    ]
+
+
+def encode_played(groups: Sequence[PlayedGroup]) -> dict[str, Tensor]:
+    """Played groups, packed."""
+    fields = group_fields(
+        [c for group, _ in groups for c in group], [r for _, rewards in groups for r in rewards]
+    )
+    tensors = {name: torch.from_numpy(field) for name, field in fields.items()}
+    return {"size": torch.tensor([len(group) for group, _ in groups]), **tensors}
+
+
+def decode_played(tensors: Mapping[str, Tensor]) -> list[Fields]:
+    """Each of the groups of ``encode_played``, still packed."""
+    fields = {name: tensor.numpy() for name, tensor in tensors.items() if name != "size"}
+    return split_groups(fields, sizes=tensors["size"].tolist())

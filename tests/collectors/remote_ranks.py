@@ -12,9 +12,14 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from rzero.buffers import PackedBatch, ProvenanceReplayBuffer, TokenLogStorage
 from rzero.collectors import (
     EngineError,
+    GroupFailed,
+    GroupRequest,
+    Prompt,
     RemoteEngine,
+    SingleTurn,
     TransformersEngine,
     WeightPublisher,
     named_weights,
@@ -22,6 +27,7 @@ from rzero.collectors import (
     serve_engine,
     weight_digests,
 )
+from rzero.collectors.pack_completions import pack_groups
 from rzero.collectors.transport import ConnectionLost
 from tests.collectors.conftest import EOS, digest_of, full_forward_log_probs, llama, request
 
@@ -38,8 +44,62 @@ def sampler(scenario: str, channels) -> None:
 
     model.register_forward_pre_hook(break_down, with_kwargs=True)
     engine = TransformersEngine(model, eos_token_ids=(EOS,), version=-1, max_slots=4)
-    serve_engine(engine, *channels[0])
+    interaction = SingleTurn(rewards) if scenario in ("play", "reward raises") else None
+    serve_engine(engine, *channels[0], interaction=interaction, problem=lambda prompt_id: prompt_id * 10)
     engine.close()
+
+
+def rewards(prompt, responses):
+    if prompt.problem == 70:
+        raise GroupFailed("no judge", "the judge of problem 70 is away")
+    if prompt.problem == 90:
+        raise ZeroDivisionError("problem 90 cannot be judged")
+    return [prompt.problem + sum(response) for response in responses]
+
+
+def taken_by_a_buffer(batch: PackedBatch) -> bool:
+    """A buffer checks the digest of every row."""
+    buffer = ProvenanceReplayBuffer(
+        storage=TokenLogStorage(), group_size=3, groups_per_batch=3, capacity_updates=2
+    )
+    buffer.extend(batch)
+    return torch.equal(buffer.sample(timeout=5.0).token_ids, batch.token_ids)
+
+
+def group(prompt_id: int) -> GroupRequest:
+    prompt = Prompt(prompt_id=prompt_id, token_ids=(1, 5, prompt_id), problem=None)
+    return GroupRequest(group_id=prompt_id + 1, prompt=prompt, size=3, max_new_tokens=5, seed=6)
+
+
+def play(engine: RemoteEngine) -> dict:
+    """Groups are rewarded there, by their problems there; one of them is given up, and costs only itself."""
+    WeightPublisher([engine]).publish(named_weights(llama(3)), 0)
+    futures = {prompt_id: engine.play_group(group(prompt_id)) for prompt_id in range(5, 9)}
+    error = futures.pop(7).exception()
+    groups = {prompt_id: future.result() for prompt_id, future in futures.items()}
+    again = engine.submit_group(group(5).requests()).result()
+    batch = pack_groups(list(groups.values()))
+    sums = batch.token_ids.long().cumsum(0)
+    ends = (batch.cu_seqlens[1:] - 1).tolist()
+    starts = (batch.cu_seqlens[:-1] + batch.prompt_length - 1).tolist()
+    expected = [
+        10 * prompt_id + int(sums[end] - sums[start])
+        for prompt_id, start, end in zip(batch.prompt_id.tolist(), starts, ends, strict=True)
+    ]
+    result = {
+        "error": [type(error).__name__, error.reason, error.message, *error.__notes__],
+        "rewarded": batch.reward.tolist() == expected,
+        "uids": batch.uid.tolist(),
+        "group_ids": batch.group_id.tolist(),
+        "stored": taken_by_a_buffer(batch),
+        "same": [c.response.tolist() for c in again]
+        == [
+            batch.token_ids[start + 1 : end + 1].tolist()
+            for start, end in zip(starts[:3], ends[:3], strict=True)
+        ],
+    }
+    engine.close()
+    return result
 
 
 def serve(engine: RemoteEngine) -> dict:
@@ -83,9 +143,14 @@ def serve(engine: RemoteEngine) -> dict:
     return result
 
 
-def fail(engine: RemoteEngine) -> dict:
+def fail(engine: RemoteEngine, scenario: str) -> dict:
     WeightPublisher([engine]).publish(named_weights(llama(3)), 0)
-    futures = [engine.submit(request(i, max_new_tokens=6)) for i in range(12)]
+    if scenario == "reward raises":
+        futures = [engine.play_group(group(prompt_id)) for prompt_id in (9, 10, 11)]
+    elif scenario == "no interaction":
+        futures = [engine.play_group(group(5))]
+    else:
+        futures = [engine.submit(request(i, max_new_tokens=6)) for i in range(12)]
     errors, started = [], time.monotonic()
     for future in futures:
         errors.append(future.exception())
@@ -118,8 +183,9 @@ def main() -> None:
             os._exit(1)  # as the recipes do: a thread still waits for commands
     else:
         engine = RemoteEngine(*channels[1])
-        print(json.dumps(serve(engine) if scenario == "serve" else fail(engine)), flush=True)
-        if scenario != "serve":
+        whole = {"serve": serve, "play": play}.get(scenario)
+        print(json.dumps(fail(engine, scenario) if whole is None else whole(engine)), flush=True)
+        if whole is None:
             os._exit(0)  # the other rank is gone; there is nobody to take leave of
     dist.destroy_process_group()
 

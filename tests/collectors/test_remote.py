@@ -4,6 +4,11 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+from rzero.collectors import SingleTurn, serve_engine
+from rzero.collectors.interaction import group_player
+
 
 def run_ranks(scenario, folder):
     command = [sys.executable, "-W", "ignore", "-m", "tests.collectors.remote_ranks", scenario]
@@ -53,3 +58,54 @@ def test_a_killed_process_is_noticed(tmp_path):
     assert "the connection to rank 1 was lost" in result["text"]
     assert result["seconds"] < 30
     assert code == -9
+
+
+def test_groups_are_sampled_rewarded_and_packed_in_the_other_process(tmp_path):
+    result, code, stderr = run_ranks("play", tmp_path)
+    assert code == 0, stderr
+    assert result["rewarded"], "each reward is of its own response and of the problem known there"
+    assert result["stored"], "the buffer accepts the digests"
+    assert result["same"], "the same seeds give the same responses as requests from here"
+    assert result["group_ids"] == [6, 6, 6, 7, 7, 7, 9, 9, 9]
+    assert result["uids"] == [18, 19, 20, 21, 22, 23, 27, 28, 29]
+    kind, reason, message, traceback = result["error"]
+    assert (kind, reason, message) == ("GroupFailed", "no judge", "the judge of problem 70 is away")
+    assert "in rewards" in traceback
+
+
+def test_an_exception_of_a_reward_function_in_the_other_process_ends_the_run(tmp_path):
+    result, code, stderr = run_ranks("reward raises", tmp_path)
+    assert result["kinds"] == ["EngineError"]
+    assert "in rewards" in result["text"]
+    assert "ZeroDivisionError: problem 90 cannot be judged" in result["text"]
+    assert code == 1
+    assert "problem 90 cannot be judged" in stderr
+
+
+def test_an_engine_without_an_interaction_says_so(tmp_path):
+    result, code, _ = run_ranks("no interaction", tmp_path)
+    assert "interaction must be given to play whole groups" in result["text"]
+    assert code == 1
+
+
+def test_what_is_rewarded_elsewhere_has_no_state():
+    class Judge:
+        def __call__(self, prompt, responses):
+            return [0.0] * len(responses)
+
+        def state_dict(self):
+            return {"seen": 3}
+
+        def load_state_dict(self, state_dict):
+            raise AssertionError
+
+    interaction = SingleTurn(Judge())
+    with pytest.raises(ValueError, match=r"must have no state, got \['seen'\]; give it to the collector"):
+        serve_engine(None, None, None, interaction=interaction)
+    interaction.close()
+
+
+def test_a_collector_without_rewards_needs_engines_that_have_them(make_engine):
+    engine = make_engine(version=0)
+    with pytest.raises(TypeError, match="reward_fn must be given, as TransformersEngine plays no groups"):
+        group_player(None, [engine])
