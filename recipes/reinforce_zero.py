@@ -121,7 +121,9 @@ def compute_gradients(
 
 def new_optimizer(config: Config, model: Any) -> tuple[AdamW, LambdaLR]:
     """AdamW and the rise of its learning rate."""
-    optimizer = AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    optimizer = AdamW(
+        model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+    )
     return optimizer, LambdaLR(optimizer, lambda k: min(1.0, (k + 1) / (config.lr_warm_up + 1)))
 
 

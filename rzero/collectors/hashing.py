@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,11 +99,10 @@ def tensor_digests(tensors: Sequence[Tensor]) -> list[int]:
         tensors: As for ``tensor_digest``, all on one device.
     """
     blocks = [_blocks(tensor) for tensor in tensors]
-    sums = [_block_sum(block) for part in blocks for block in part]
-    numbers = iter(torch.stack(sums).tolist() if sums else [])
+    sums = iter(_block_sums([block for part in blocks for block in part]))
     return [
         _signed(sum(_splitmix64_of_int(_splitmix64_of_int(k) ^ n % _MODULUS) for k, n in enumerate(part)))
-        for part in ([next(numbers) for _ in part] for part in blocks)
+        for part in ([next(sums) for _ in part] for part in blocks)
     ]
 
 
@@ -115,12 +116,24 @@ def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
     return flat.view(_INTEGERS[flat.element_size()]).split(_BLOCK) if len(flat) else ()
 
 
-def _block_sum(words: Tensor) -> Tensor:
-    before, after = (key[: len(words)] for key in _keys(words.device))
-    mixed = (words ^ before).mul_(_FIRST)
-    low, high = mixed.view(torch.int32).view(-1, 2).unbind(1)
-    low ^= high  # a logical shift to the right by 32, and the exclusive or with it
-    return mixed.mul_(after).sum()
+def _block_sums(blocks: Sequence[Tensor]) -> list[int]:
+    if not blocks:
+        return []
+    keys = _keys(blocks[0].device)
+    if blocks[0].device.type == "cpu":  # in NumPy: each call of torch would hand the interpreter's lock away
+        before, after = (key.numpy() for key in keys)
+        return [int(_block_sum(block.numpy(), before, after)) for block in blocks]
+    return torch.stack([_block_sum(block, *keys) for block in blocks]).tolist()
+
+
+def _block_sum(words: Any, before: Any, after: Any) -> Any:
+    """The sum over one block, of tensors or of arrays."""
+    mixed = words ^ before[: len(words)]
+    mixed *= _FIRST
+    halves = mixed.view(torch.int32 if isinstance(mixed, Tensor) else np.int32).reshape(-1, 2)
+    halves[:, 0] ^= halves[:, 1]  # a logical shift to the right by 32, and the exclusive or with it
+    mixed *= after[: len(words)]
+    return mixed.sum()
 
 
 @cache

@@ -2,6 +2,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
+from rzero.collectors import hashing
 from rzero.collectors.hashing import splitmix64, tensor_digest, tensor_digests, uniforms
 
 MASK = (1 << 64) - 1
@@ -86,6 +87,14 @@ def test_a_digest_is_the_stated_sum():
         0,
         by_the_formula(words.tolist()),
     ]
+
+
+def test_tensors_and_arrays_are_summed_alike():
+    words = torch.randint(-(1 << 31), 1 << 31, (999,), generator=torch.Generator().manual_seed(4)).int()
+    keys = hashing._keys(words.device)
+    assert int(hashing._block_sum(words, *keys)) == int(
+        hashing._block_sum(words.numpy(), *(key.numpy() for key in keys))
+    )
 
 
 def test_a_digest_of_several_blocks_is_the_stated_sum():
