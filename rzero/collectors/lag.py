@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,23 +67,20 @@ class LagReport:
 
     def add(self, lags: Lags) -> None:
         """Adds the lags of some responses."""
-        size = int(lags.start.max()) + 1 if len(lags.start) else 1
-        size = max(size, int(lags.token.max()) + 1 if len(lags.token) else 1)
-        counts = torch.zeros(NUM_ROWS, size, dtype=torch.int64)
-        ones = torch.ones_like(lags.length)
-        for row, (lag, weight) in enumerate(
-            [(lags.start, ones), (lags.start, lags.length), (lags.end, ones), (lags.end, lags.length)]
-        ):
-            counts[row].index_add_(0, lag, weight)
-        counts[TOKEN_ROW].index_add_(0, lags.token, lags.count)
-        # Round to the nearest sixteenth, halves up, in integers.
-        step = (2 * GRID * lags.total + lags.length) // (2 * lags.length)
-        flat = torch.zeros(GRID * (size + 1), dtype=torch.int64).index_add_(0, step, ones)
+        start, end, length = lags.start.numpy(), lags.end.numpy(), lags.length.numpy()
+        token, count, total = lags.token.numpy(), lags.count.numpy(), lags.total.numpy()
+        size = 1 + int(max(start.max(initial=0), token.max(initial=0)))
         self._grow(size + 1)
-        self._counts[:MEAN_ROW, :size] += counts[:MEAN_ROW]
-        self._counts[MEAN_ROW:TOTAL_ROW, : size + 1] += flat.view(size + 1, GRID).T
-        self._counts[TOTAL_ROW, 0] += ((SUM_UNIT * lags.total + lags.length // 2) // lags.length).sum()
-        self._counts[TOTAL_ROW, 1] += lags.empty
+        counts = self._counts.numpy()
+        ones = np.ones_like(length)
+        for row, (lag, weight) in enumerate([(start, ones), (start, length), (end, ones), (end, length)]):
+            np.add.at(counts[row], lag, weight)
+        np.add.at(counts[TOKEN_ROW], token, count)
+        # Round to the nearest sixteenth, halves up, in integers.
+        step = (2 * GRID * total + length) // (2 * length)
+        np.add.at(counts, (MEAN_ROW + step % GRID, step // GRID), ones)
+        counts[TOTAL_ROW, 0] += ((SUM_UNIT * total + length // 2) // length).sum()
+        counts[TOTAL_ROW, 1] += lags.empty
 
     def merge(self, other: "LagReport") -> None:
         """Adds what another report counted, e.g. of another rank."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,11 +54,11 @@ def token_lags(
         (2, 1, 7, 5)
     """
     _check_packed(policy_version, response_mask, cu_seqlens)
-    version, mask = policy_version.detach().cpu().long(), response_mask.cpu()
-    offsets = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[cu_seqlens.cpu().long()]
-    _check_versions("token_lags", version[mask], learner_version, positions=mask.nonzero()[:, 0])
-    ones = torch.ones_like(version[mask])
-    return _lags(learner_version - version[mask], ones, offsets)
+    versions, mask = policy_version.detach().cpu().numpy().astype(np.int64), response_mask.cpu().numpy()
+    version, bounds = versions[mask], cu_seqlens.cpu().numpy()
+    offsets = np.concatenate([[0], np.cumsum(mask)])[bounds]
+    _check_versions("token_lags", version, learner_version, positions=np.flatnonzero(mask))
+    return _lags(learner_version - version, np.ones_like(version), offsets)
 
 
 def segment_lags(version: Tensor, count: Tensor, cu_segments: Tensor, *, learner_version: int) -> Lags:
@@ -81,27 +82,30 @@ def segment_lags(version: Tensor, count: Tensor, cu_segments: Tensor, *, learner
     """
     if (count < 1).any():
         raise ValueError(f"segment_lags: count must be at least 1, got {int(count.min())}")
-    _check_versions("segment_lags", version, learner_version, positions=torch.arange(len(version)))
-    return _lags(learner_version - version.long(), count.long(), cu_segments.long())
+    versions, counts, offsets = (tensor.long().numpy() for tensor in (version, count, cu_segments))
+    _check_versions("segment_lags", versions, learner_version, positions=np.arange(len(versions)))
+    return _lags(learner_version - versions, counts, offsets)
 
 
-def _lags(lag: Tensor, count: Tensor, offsets: Tensor) -> Lags:
-    filled = offsets.diff() > 0
+def _lags(lag: np.ndarray, count: np.ndarray, offsets: np.ndarray) -> Lags:
+    """In NumPy, because each call of torch would hand the interpreter's lock to another thread."""
+    filled = np.diff(offsets) > 0
     first, past = offsets[:-1][filled], offsets[1:][filled]
 
-    def sums(values: Tensor) -> Tensor:
-        running = torch.nn.functional.pad(values.cumsum(0), (1, 0))
+    def sums(values: np.ndarray) -> np.ndarray:
+        running = np.concatenate([[0], np.cumsum(values)])
         return running[past] - running[first]
 
-    return Lags(
-        start=lag[first],
-        end=lag[past - 1],
-        length=sums(count),
-        total=sums(lag * count),
-        token=lag,
-        count=count,
-        empty=int((~filled).sum()),
-    )
+    arrays = {
+        "start": lag[first],
+        "end": lag[past - 1],
+        "length": sums(count),
+        "total": sums(lag * count),
+        "token": lag,
+        "count": count,
+    }
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return Lags(**tensors, empty=int((~filled).sum()))
 
 
 def _check_packed(policy_version: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> None:
@@ -129,7 +133,9 @@ def _check_packed(policy_version: Tensor, response_mask: Tensor, cu_seqlens: Ten
         )
 
 
-def _check_versions(function: str, version: Tensor, learner_version: int, *, positions: Tensor) -> None:
+def _check_versions(
+    function: str, version: np.ndarray, learner_version: int, *, positions: np.ndarray
+) -> None:
     missing, ahead = version < 0, version > learner_version
     if missing.any():
         place = int(positions[missing][0])
