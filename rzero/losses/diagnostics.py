@@ -54,24 +54,31 @@ class RatioStatistics:
         """The statistics of one lag alone."""
         return RatioStatistics(**{f.name: getattr(self, f.name)[index : index + 1] for f in fields(self)})
 
-    def to_dict(self) -> dict[str, float]:
-        """Means and quantiles over all lags together; NaN where nothing was counted."""
-        count, total, square = (float(t.sum()) for t in (self.count, self.ratio_sum, self.ratio_square_sum))
-        histogram = self.histogram.sum(0)
+    def means(self) -> dict[str, float]:
+        """Counts, means and the largest ratio over all lags together; NaN where nothing was counted."""
+        sums = (self.count, self.nonfinite, self.ratio_sum, self.ratio_square_sum, self.k1_sum, self.k3_sum)
+        count, nonfinite, total, square, k1, k3 = torch.stack(sums).sum(1).tolist()
         ess = total * total / square if square else math.nan
-        max_log_ratio = float(self.max_log_ratio.max())
-        quantiles = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
         return {
             "count": count,
-            "nonfinite": float(self.nonfinite.sum()),
+            "nonfinite": nonfinite,
             "ratio_mean": total / count if count else math.nan,
             "ratio_second_moment": square / count if count else math.nan,
-            "ratio_max": _exp(max_log_ratio) if count else math.nan,
-            "ratio_p999": _exp(min(quantile(histogram, 0.999), max_log_ratio)) if count else math.nan,
+            "ratio_max": _exp(float(self.max_log_ratio.max())) if count else math.nan,
             "ess": ess,
             "ess_fraction": ess / count if count else math.nan,
-            "kl_k1": float(self.k1_sum.sum()) / count if count else math.nan,
-            "kl_k3": float(self.k3_sum.sum()) / count if count else math.nan,
+            "kl_k1": k1 / count if count else math.nan,
+            "kl_k3": k3 / count if count else math.nan,
+        }
+
+    def to_dict(self) -> dict[str, float]:
+        """``means`` and quantiles."""
+        means, histogram = self.means(), self.histogram.sum(0)
+        top = min(quantile(histogram, 0.999), float(self.max_log_ratio.max()))
+        quantiles = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+        return {
+            **means,
+            "ratio_p999": _exp(top) if means["count"] else math.nan,
             **{
                 f"abs_log_ratio_{name}": quantile(histogram, q, absolute=True)
                 for name, q in quantiles.items()
