@@ -123,7 +123,7 @@ class RunLog:
             group_id=batch.group_id,
         )
         self._diagnostics = diagnostics if self._diagnostics is None else self._diagnostics + diagnostics
-        ratios = diagnostics.to_dict()
+        ratios = diagnostics.tokens.means()
         tokens = int(mask.sum())
         self._tokens += tokens
         self._updates += 1
@@ -135,12 +135,12 @@ class RunLog:
             "entropy": float(entropies.sum()) / tokens,
             "lag_mean": float(lag.sum()) / tokens,
             "lag_max": int(lag.max()),
-            "ratio_mean": ratios["token/ratio_mean"],
-            "ratio_second_moment": ratios["token/ratio_second_moment"],
-            "ratio_max": ratios["token/ratio_max"],
-            "ess_fraction": ratios["token/ess_fraction"],
-            "kl_k3": ratios["token/kl_k3"],
-            "zero_variance_groups": ratios["groups/zero_variance"],
+            "ratio_mean": ratios["ratio_mean"],
+            "ratio_second_moment": ratios["ratio_second_moment"],
+            "ratio_max": ratios["ratio_max"],
+            "ess_fraction": ratios["ess_fraction"],
+            "kl_k3": ratios["kl_k3"],
+            "zero_variance_groups": float(diagnostics.num_zero_variance_groups),
             "response_length": tokens / batch.num_responses,
             "wait_seconds": self._wait,
             "train_seconds": train_seconds,
