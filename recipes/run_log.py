@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ class RunLog:
         return {
             "metrics_bytes": self._metrics.tell(),
             "lag": self.lag.counts(),
-            "diagnostics": None if self._diagnostics is None else _fields(self._diagnostics),
+            "diagnostics": None if self._diagnostics is None else _sums(self._diagnostics),
             "meter": self._meter.state_dict(),
             "wait_seconds": self._wait_seconds,
             "seconds": self.seconds(),
@@ -290,8 +289,7 @@ class RunLog:
                 logger.log_scalar(name, value, step=step)
 
 
-def _fields(value: Any) -> Any:
-    """Dataclasses as dictionaries, without the copies of ``asdict``."""
-    if not is_dataclass(value):
-        return value
-    return {field.name: _fields(getattr(value, field.name)) for field in fields(value)}
+def _sums(diagnostics: ImportanceDiagnostics) -> dict[str, Any]:
+    """The tensors and numbers that diagnostics consist of."""
+    levels = {level: dict(vars(getattr(diagnostics, level))) for level in ("tokens", "responses")}
+    return vars(diagnostics) | levels

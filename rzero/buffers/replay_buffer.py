@@ -317,7 +317,7 @@ class ProvenanceReplayBuffer(WriteOnceReplayBuffer):
             return {
                 "storage": self.storage.state_dict(),
                 **self._maker.order(),
-                "transform": self.transform.state_dict(),
+                "transform": self.transform.state_dict() if self._has_transform else {},
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

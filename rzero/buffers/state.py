@@ -36,7 +36,7 @@ def to_tensors(state: State) -> dict[str, Tensor]:
     prefix them with `prefix_rank`.
     """
     tensors = {name: torch.from_numpy(np.concatenate(pieces)) for name, pieces in state.columns.items()}
-    return {**tensors, "book": torch.from_numpy(np.frombuffer(_book(state), np.uint8).copy())}
+    return {**tensors, "book": torch.frombuffer(bytearray(_book(state)), dtype=torch.uint8)}
 
 
 def from_tensors(tensors: Mapping[str, Tensor]) -> State:

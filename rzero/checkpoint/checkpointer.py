@@ -18,6 +18,7 @@ from rzero.checkpoint.errors import CheckpointError
 from rzero.checkpoint.folder import CheckpointFolder
 from rzero.checkpoint.manifest import read_manifest, write_manifest
 from rzero.checkpoint.shards import read_tensors, stored_tensors, write_tensors
+from rzero.checkpoint.staging import Staged, stage, staged_tensors
 from rzero.checkpoint.tree import from_tensors, to_tensors
 
 _LOG = logging.getLogger(__name__)
@@ -86,9 +87,9 @@ class Checkpointer:
             CheckpointError: If this save, or the one before, failed.
             TypeError: If a state holds something else than tensors and what JSON can tell.
         """
-        tensors = _staged("all", state) | _staged(f"rank{self._rank}", rank_state or {})
+        staged = _staged("all", state) | _staged(f"rank{self._rank}", rank_state or {})
         self.wait()
-        self._saving = self._thread.submit(self._write, version, tensors, score)
+        self._saving = self._thread.submit(self._write, version, staged, score)
 
     def wait(self) -> None:
         """Return when the last save is on the device.
@@ -174,8 +175,13 @@ class Checkpointer:
             self._thread.shutdown()
             self._folder.close()
 
-    def _write(self, version: int, tensors: Mapping[str, Tensor], score: float | None) -> None:
+    def _write(self, version: int, staged: Mapping[str, Staged], score: float | None) -> None:
         partial = self._folder.partial
+        tensors = {
+            f"{name}/{path}": tensor
+            for name in staged
+            for path, tensor in staged_tensors(staged[name]).items()
+        }
         with self._folder.errors(f"saving checkpoint {version}"):
             try:
                 write_tensors(tensors, partial, self._group)
@@ -213,25 +219,6 @@ class Checkpointer:
             stateful.load_state_dict(from_tensors(own))
 
 
-def _staged(place: str, objects: Mapping[str, Stateful]) -> dict[str, Tensor]:
-    """Copies on the CPU of all states, under names of their own."""
-    return {
-        f"{place}/{name}/{key}": _copy(tensor)
-        for name, stateful in objects.items()
-        for key, tensor in to_tensors(stateful.state_dict()).items()
-    }
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU.
-
-    By NumPy where it can: each of torch's calls hands the interpreter's lock to other threads, and with
-    hundreds of small tensors the learner would wait most of the time to get it back.
-    """
-    if type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _KNOWN_TO_NUMPY:
-        return torch.from_numpy(tensor.numpy().copy())
-    return tensor.to("cpu", copy=True)
-
-
-_KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.float16, torch.bool, torch.uint8}
-_KNOWN_TO_NUMPY |= {torch.int8, torch.int16, torch.int32, torch.int64}
+def _staged(place: str, objects: Mapping[str, Stateful]) -> dict[str, Staged]:
+    """Copies of all states, under names of their own."""
+    return {f"{place}/{name}": stage(stateful.state_dict()) for name, stateful in objects.items()}

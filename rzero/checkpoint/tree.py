@@ -16,6 +16,7 @@ from torch import Tensor
 JSON = "json"
 _TENSOR, _ITEMS, _TUPLE = "$tensor", "$items", "$tuple"
 _PLAIN = {type(None), bool, int, float, str}
+_SEQUENCES = (list, tuple)
 
 
 def to_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -38,12 +39,28 @@ def to_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
         >>> sorted(tensors), from_tensors(tensors)["lr"]
         (['json', 'model/weight'], 0.1)
     """
+    tree, tensors = flatten(state)
+    plain = {path: tensor.detach() if tensor.requires_grad else tensor for path, tensor in tensors.items()}
+    return {**plain, JSON: text_tensor(tree)}
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """The first half of ``to_tensors``, which looks at everything; errors are the same.
+
+    Returns:
+        What is no tensor, for ``text_tensor``; it shares nothing with the state that could change. And the
+        tensors by their paths, as they are.
+    """
     tensors: dict[str, Tensor] = {}
-    tree = _strip(state, "", tensors)
+    tree = _strip(state, "", "", tensors)
     if JSON in tensors:
         raise ValueError(f"to_tensors: state must not hold a tensor named {JSON!r} at its top")
-    text = json.dumps(tree, separators=(",", ":")).encode()
-    return {**tensors, JSON: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    return tree, tensors
+
+
+def text_tensor(tree: Any) -> Tensor:
+    """The second half: what is no tensor as JSON, uint8."""
+    return torch.frombuffer(bytearray(json.dumps(tree, separators=(",", ":")).encode()), dtype=torch.uint8)
 
 
 def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -57,22 +74,23 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return _fill(json.loads(tensors[JSON].cpu().numpy().tobytes()), tensors)
 
 
-def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _strip(value: Any, parent: str, key: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, _SEQUENCES) and _PLAIN.issuperset(map(type, value)):
+        return list(value) if isinstance(value, list) else {_TUPLE: list(value)}
+    path = f"{parent}/{key}" if parent else str(key)
     if isinstance(value, Tensor):
         if path in tensors:
             raise ValueError(f"to_tensors: paths must differ, got {path!r} twice")
-        tensors[path] = value.detach() if value.requires_grad else value
+        tensors[path] = value
         return {_TENSOR: path}
     if isinstance(value, Mapping):
-        items = [(key, _strip(inner, _join(path, key), tensors)) for key, inner in value.items()]
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return dict(items)
-        return {_ITEMS: [[_plain(key, path), inner] for key, inner in items]}
-    if isinstance(value, list | tuple):
-        if _PLAIN.issuperset(map(type, value)):
-            listed = list(value)
-        else:
-            listed = [_strip(inner, _join(path, index), tensors) for index, inner in enumerate(value)]
+        items, named = {}, True
+        for name, inner in value.items():
+            items[name] = inner if type(inner) in _PLAIN else _strip(inner, path, name, tensors)
+            named = named and isinstance(name, str) and name[:1] != "$"
+        return items if named else {_ITEMS: [[_plain(name, path), inner] for name, inner in items.items()]}
+    if isinstance(value, _SEQUENCES):
+        listed = [_strip(inner, path, index, tensors) for index, inner in enumerate(value)]
         return listed if isinstance(value, list) else {_TUPLE: listed}
     return _plain(value, path)
 
@@ -84,10 +102,6 @@ def _plain(value: Any, path: str) -> Any:
         f"to_tensors: {path or 'state'} must be a tensor, number, string, None, list, tuple or mapping, "
         f"got {type(value).__name__}"
     )
-
-
-def _join(path: str, key: Any) -> str:
-    return f"{path}/{key}" if path else str(key)
 
 
 def _fill(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
