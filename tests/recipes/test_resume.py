@@ -197,6 +197,8 @@ def test_a_run_repeats_itself_only_where_it_is_promised(ranks, whole, tmp_path):
     lags = {version: set() for version in range(UPDATES)}
     for version, batch in enumerate(trained_on(only_run(tmp_path))):
         lags[version] = set((version - batch.policy_version[batch.response_mask]).tolist())
+        # The recorded order of arrival is the virtual one: groups in the order in which they started.
+        assert batch.group_id.unique_consecutive().tolist() == [2 * version, 2 * version + 1]
     assert lags == {version: {min(version, 2)} for version in range(UPDATES)}
     assert not same_weights(whole("synchronous"), whole("lagging"))
 
