@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,9 @@ class RunLog:
         self._wait = self._wait_seconds = self._evaluation_seconds = 0.0
         self.collector, self._scheduler = collector, scheduler
         self._meter = WorkloadMeter()
+        self._leads: deque[float] = deque(
+            maxlen=PREDICTED_UPDATES
+        )  # seconds from a publish to the next batch
         self._busy_start, self._busy_in_evaluation = collector.busy_seconds(), 0.0
         self._start = self._step_start = time.perf_counter()
         self._tokens = self._updates = 0
@@ -73,6 +77,8 @@ class RunLog:
         iterator = iter(batches)
         while True:
             started = time.perf_counter()
+            if self._updates:
+                self._leads.append(started - self._step_start)
             batch = next(iterator)
             self._wait = time.perf_counter() - started
             self._wait_seconds += self._wait
@@ -232,9 +238,10 @@ class RunLog:
     def prediction(self) -> Simulation:
         """What the run's own timings predict: a fresh scheduler of its kind under a virtual clock."""
         publisher = self.collector.publisher
+        lead = sum(self._leads) / max(1, len(self._leads))
         workload = self._meter.workload(
             engines=len(self.collector.engines),
-            publish_seconds=publisher.mean_seconds(),
+            publish_seconds=max(0.0, publisher.mean_seconds() - lead),  # as the simulated one begins later
             reward_seconds=self.collector.seconds_outside(),
         )
         if self._updates < PREDICTED_UPDATES:  # The run's own beginning is a part of what it measured.
@@ -248,10 +255,9 @@ class RunLog:
         self._bar.close()
         prediction = self.prediction()
         self.lag.predicted = prediction.lag.means()
-        lag = self.lag.to_dict()
+        lag, versions = self.lag.to_dict(), sorted(self.accuracies)
         assert self._diagnostics is not None
         ratios = self._diagnostics.to_dict()
-        versions = sorted(self.accuracies)
         summary = {
             "updates": self._updates,
             "held_out_accuracy_before": self.accuracies[versions[0]],

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from rzero.buffers import PackedBatch, pack
 from rzero.collectors import CreditScheduler, WorkloadMeter, finished_first, simulate
@@ -81,6 +82,23 @@ def test_what_was_measured_can_be_simulated():
     run = simulate(scheduler, meter.workload(engines=1, publish_seconds=0.0), updates=50)
     assert run.step_seconds == pytest.approx(1.0)
     assert run.lag.means()["start"] == pytest.approx(2.0, abs=0.05)
+
+
+def test_a_restored_meter_measures_on():
+    whole, first, rest = WorkloadMeter(batches=3), WorkloadMeter(batches=3), WorkloadMeter(batches=3)
+    rest.load_state_dict(first.state_dict())  # an empty one
+    batches = played([[3, 4, 5, 6], [5] * 8, [2, 9, 4, 4], [7] * 4], start=[0.0, 0.01, 0.02, 0.03])
+    for number, batch in enumerate(batches):
+        whole.update(batch, train_seconds=0.1 * number)
+        meter = first if number < 3 else rest
+        meter.update(batch, train_seconds=0.1 * number)
+        if number == 2:
+            rest.load_state_dict(first.state_dict())
+    assert torch.equal(rest.state_dict()["times"], whole.state_dict()["times"])
+    assert rest.state_dict()["sizes"] == whole.state_dict()["sizes"] == [8, 4, 4]
+    one, other = (meter.workload(engines=1, publish_seconds=0.0) for meter in (rest, whole))
+    assert one.train_seconds(1) == other.train_seconds(1) == pytest.approx(0.2)
+    assert one.rate_law(4) == other.rate_law(4)
 
 
 def test_nothing_measured_and_nothing_kept_are_refused():
