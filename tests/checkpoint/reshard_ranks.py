@@ -89,7 +89,7 @@ def main(folder):
     assert all(map(torch.equal, weights(again[0]), expected)) and box.value == 10 + rank
     together.close()
     dist.destroy_process_group()
-    print(f"rank {rank}: all was well", flush=True)
+    print(f"rank {rank}: all was well\n", end="", flush=True)
 
 
 if __name__ == "__main__":

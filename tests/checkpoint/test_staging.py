@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -62,6 +63,7 @@ def test_no_other_thread_runs_while_small_tensors_are_copied():
     gc.collect()
     gc.disable()  # tensors that end would give the lock away
     sys.setswitchinterval(10.0)  # so that nobody has to
+    time.sleep(0.01)  # who waits for the lock now does so for the new interval
     try:
         before = turns[0]
         staged = stage({"fresh": [fresh.pop() for _ in range(100)], **training.state_dict()})
