@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-_PENDING_LIMIT = 4096
+_FEWEST_PENDING, _MOST_PENDING = 512, 4096
 
 
 class IntervalSet:
@@ -30,7 +30,8 @@ class IntervalSet:
     def add(self, numbers: Iterable[int]) -> None:
         """Add numbers; those that are there already change nothing."""
         self._pending.update(numbers)
-        if len(self._pending) > _PENDING_LIMIT:
+        # Often while that is cheap, so that `to_array` finds little left to do.
+        if len(self._pending) > min(max(_FEWEST_PENDING, len(self._bounds)), _MOST_PENDING):
             self._merge()
 
     def __contains__(self, number: int) -> bool:

@@ -14,8 +14,8 @@ numbers = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**62)), max_siz
 @given(st.lists(numbers, max_size=6), numbers, st.integers(0, 5))
 def test_it_behaves_like_a_set(batches, probes, pending):
     seen, model = IntervalSet(), set()
-    limit = interval_set._PENDING_LIMIT
-    interval_set._PENDING_LIMIT = pending
+    limits = interval_set._FEWEST_PENDING, interval_set._MOST_PENDING
+    interval_set._FEWEST_PENDING = interval_set._MOST_PENDING = pending
     try:
         for batch in batches:
             seen.add(batch)
@@ -24,7 +24,7 @@ def test_it_behaves_like_a_set(batches, probes, pending):
             found = seen.find(np.array(probes, dtype=np.int64))
             assert found.tolist() == [number in model for number in probes]
     finally:
-        interval_set._PENDING_LIMIT = limit
+        interval_set._FEWEST_PENDING, interval_set._MOST_PENDING = limits
     assert len(seen) == len(model)
     bounds = seen.to_array()
     assert [number for start, stop in bounds[:, :].tolist() for number in (start, stop - 1)] == sorted(
