@@ -1,7 +1,8 @@
-"""One rank of ``test_soak.py``: python -m tests.collectors.soak_ranks RANK WORLD STORE SECONDS SEED.
+"""One rank of ``test_soak.py``: python -m tests.collectors.soak_ranks RANK WORLD STORE SECONDS SEED WHERE.
 
 Rank 0 learns with rewards that are slow, hang and give up at random, while the test kills the other ranks one
-by one. After every update rank 0 checks that nothing was lost.
+by one. After every update rank 0 checks that nothing was lost. The rewards are computed ``here``, on rank 0,
+or ``there``, on the ranks that sample.
 """
 
 import asyncio
@@ -40,21 +41,21 @@ FAULTS = {"ok": 0.90, "slow": 0.04, "hung": 0.03, "gives up": 0.03}
 REWARD_TIMEOUT = 0.5
 
 
+def fate_of(prompt_id: int, seed: int) -> str:
+    """What the rewards do to a prompt, wherever they are computed."""
+    return random.Random(f"{seed}/{prompt_id}").choices(list(FAULTS), list(FAULTS.values()))[0]
+
+
 class FaultyRewards:
-    """Rewards with faults drawn from a seed; remembers what it did to each prompt."""
+    """Rewards with faults drawn from a seed; counts how often each prompt was rewarded."""
 
     def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
+        self._seed = seed
         self.asked: Counter[int] = Counter()
-        self.fates: Counter[str] = Counter()
-        self.lost: set[int] = set()
 
     async def __call__(self, prompt, responses):
         self.asked[prompt.prompt_id] += 1
-        fate = self._random.choices(list(FAULTS), list(FAULTS.values()))[0]
-        self.fates[fate] += 1
-        if fate in ("hung", "gives up"):
-            self.lost.add(prompt.prompt_id)
+        fate = fate_of(prompt.problem, self._seed)
         if fate == "slow":
             await asyncio.sleep(REWARD_TIMEOUT / 5)
         if fate == "hung":
@@ -69,7 +70,7 @@ def prompts():
         yield Prompt(prompt_id=index, token_ids=(1, 3 + index % 20, 4), problem=index)
 
 
-def learner(channels, seconds: float, seed: int) -> dict:
+def learner(channels, seconds: float, seed: int, where: str) -> dict:
     model, rewards = llama(0), FaultyRewards(seed)
     engines = [RemoteEngine(*pair, timeout=60.0) for pair in channels.values()]
     publisher = WeightPublisher(engines, tolerate_lost=True, timeout=60.0)
@@ -77,7 +78,7 @@ def learner(channels, seconds: float, seed: int) -> dict:
     collector = AsyncRolloutCollector(
         engines,
         prompts(),
-        SingleTurn(rewards, timeout=REWARD_TIMEOUT),
+        SingleTurn(rewards, timeout=REWARD_TIMEOUT) if where == "here" else None,
         scheduler=CreditScheduler(nominal_lag=LAG, groups_per_batch=PROMPTS, order=finished_first()),
         buffer=ProvenanceReplayBuffer(
             storage=TokenLogStorage(),
@@ -99,7 +100,8 @@ def learner(channels, seconds: float, seed: int) -> dict:
         sizes = Counter(batch.prompt_id.tolist())
         assert all(size == GROUP for size in sizes.values()), "a group is not whole"
         assert len(ids) == PROMPTS
-        assert not ids & trained and not ids & rewards.lost, "a group came twice, or after it had failed"
+        assert not ids & trained, "a group came twice"
+        assert {fate_of(prompt_id, seed) for prompt_id in ids} <= {"ok", "slow"}, "a group came that failed"
         assert not uids & set(batch.uid.tolist())
         trained |= ids
         uids |= set(batch.uid.tolist())
@@ -122,17 +124,20 @@ def learner(channels, seconds: float, seed: int) -> dict:
     stats = collector.stats()
     # What was started is trained on, failed, or still in work: once each, and nobody starves.
     assert len(trained) == updates * PROMPTS == stats["trained"]
-    assert max(rewards.asked.values()) == 1, "a group was rewarded twice"
     in_work = stats["running"] + stats["finished"] + stats["released"]
     assert stats["submitted"] == len(trained) + stats["failed"] + in_work, stats
-    unrewarded = set(range(int(stats["submitted"]))) - rewards.asked.keys()
-    return {
+    started_ids = range(int(stats["submitted"]))
+    result = {
         "updates": updates,
-        "fates": dict(rewards.fates),
+        "fates": Counter(fate_of(prompt_id, seed) for prompt_id in started_ids),
         "stats": stats,
-        "oldest_unrewarded": int(stats["submitted"]) - min(unrewarded, default=int(stats["submitted"])),
         "versions": publisher.common_version(),
     }
+    if where == "here":
+        assert max(rewards.asked.values()) == 1, "a group was rewarded twice"
+        unrewarded = set(started_ids) - rewards.asked.keys()
+        result["oldest_unrewarded"] = len(started_ids) - min(unrewarded, default=len(started_ids))
+    return result
 
 
 def main() -> None:
@@ -141,11 +146,15 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     channels = open_channels(0, list(range(1, world)))
     if rank == 0:
-        print(json.dumps(learner(channels, float(sys.argv[4]), int(sys.argv[5]))), flush=True)
+        print(json.dumps(learner(channels, float(sys.argv[4]), int(sys.argv[5]), sys.argv[6])), flush=True)
     else:
+        there = {}
+        if sys.argv[6] == "there":
+            rewards = FaultyRewards(int(sys.argv[5]))
+            there = {"interaction": SingleTurn(rewards, timeout=REWARD_TIMEOUT), "problem": int}
         engine = TransformersEngine(llama(1), eos_token_ids=(EOS,), version=-1, max_slots=8)
         with contextlib.suppress(EngineError):  # the learner has ended
-            serve_engine(engine, *channels[0])
+            serve_engine(engine, *channels[0], **there)
     os._exit(0)  # some ranks are gone; there is nobody to take leave of
 
 
