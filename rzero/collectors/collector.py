@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchrl.collectors import BaseCollector
 
 from rzero.buffers import PackedBatch, ProvenanceReplayBuffer
-from rzero.collectors.engine import Completion, EngineLost, GenerationEngine, GenerationRequest
+from rzero.collectors.engine import Completion, EngineLost, GenerationEngine, GenerationRequest, origin
 from rzero.collectors.engine_pool import EnginePool
 from rzero.collectors.interaction import Interaction, group_player
 from rzero.collectors.prompt import Prompt
@@ -294,6 +294,6 @@ class AsyncRolloutCollector(BaseCollector):
     def _published(self, future: Future[PublishReport]) -> None:
         error = future.exception()
         if error is not None:
-            self._loop.abort(error)
+            self._loop.abort(origin(error))
         else:
             self._loop.published(future.result().version)

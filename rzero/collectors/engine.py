@@ -30,6 +30,21 @@ class EngineLost(EngineError):
     """An engine's process is gone, and with it all that it was sampling."""
 
 
+def origin(error: BaseException) -> BaseException:
+    """The exception that made an engine fail, where an ``EngineError`` has one among its causes.
+
+    Example:
+        >>> failed = EngineError("the engine has failed")
+        >>> failed.__cause__ = ZeroDivisionError("the model")
+        >>> origin(failed), origin(EngineError("refused"))
+        (ZeroDivisionError('the model'), EngineError('refused'))
+    """
+    cause: BaseException | None = error
+    while isinstance(cause, EngineError):
+        cause = cause.__cause__
+    return cause or error
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
     """One response to sample.

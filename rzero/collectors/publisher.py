@@ -165,12 +165,13 @@ class WeightPublisher:
         }
         wait(swaps.values(), timeout=self._timeout)
         errors: dict[int, str] = {}
+        cause: EngineError | None = None
         for index, swap in swaps.items():
             error = swap.exception() if swap.done() else EngineError(self._overdue())
             if error is None:
                 self._held[index] = version
             elif isinstance(error, EngineError):
-                errors[index] = str(error)
+                errors[index], cause = str(error), cause or error
                 if isinstance(error, EngineLost) and self.tolerate_lost:
                     self._lost.add(index)
             else:
@@ -179,7 +180,7 @@ class WeightPublisher:
             listed = "; ".join(f"engine {i} keeps version {self._held[i]}: {e}" for i, e in errors.items())
             raise EngineError(
                 f"WeightPublisher.publish: version {version} reached not every engine: {listed}"
-            )
+            ) from cause
         self._seconds.append(time.perf_counter() - started)
         return PublishReport(
             version=version, engine_versions=tuple(self._held), errors=errors, seconds=self._seconds[-1]

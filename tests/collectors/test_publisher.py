@@ -1,3 +1,5 @@
+import traceback
+
 import pytest
 import torch
 from torchrl.trainers.trainers import UpdateWeights
@@ -10,6 +12,7 @@ from rzero.collectors import (
     rounded_weights,
     weight_digests,
 )
+from rzero.collectors.engine import origin
 from tests.collectors.conftest import llama, request
 
 
@@ -112,3 +115,18 @@ def test_torchrl_trainers_can_send_by_it(make_engine):
     assert report is not None
     assert (report.version, publisher.common_version()) == (2, 2)
     assert weight_digests(named_weights(learner)) == weight_digests(named_weights(sampler))
+
+
+def test_a_publish_to_a_failed_engine_names_what_it_failed_of(make_engine):
+    def break_down(module, args, kwargs):
+        raise FloatingPointError("the model broke down")
+
+    model = llama(0)
+    model.register_forward_pre_hook(break_down, with_kwargs=True)
+    engine = make_engine(model, version=0)
+    assert isinstance(engine.submit(request(0)).exception(timeout=60), FloatingPointError)
+    with pytest.raises(EngineError, match="the engine has failed: the model broke down") as caught:
+        WeightPublisher([engine]).publish(named_weights(llama(1)), 1)
+    cause = origin(caught.value)
+    assert isinstance(cause, FloatingPointError)
+    assert any(frame.name == "break_down" for frame in traceback.extract_tb(cause.__traceback__))
