@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-_FEWEST_PENDING, _MOST_PENDING = 512, 4096
+_FEWEST_PENDING, _MOST_PENDING = 256, 4096
 
 
 class IntervalSet:
