@@ -90,10 +90,8 @@ class Policy:
         Raises:
             RuntimeError: If a token was sampled with weights of another version.
         """
-        prompts, rewards = (
-            encoded(self.tokenizer, self.tasks.held_out),
-            task_rewards(self.tokenizer, self.tasks),
-        )
+        prompts = encoded(self.tokenizer, self.tasks.held_out)
+        rewards = task_rewards(self.tokenizer, self.tasks)
         completions = sample(
             [
                 GenerationRequest(

@@ -23,10 +23,10 @@ def vocabulary_digest(tokenizer: Any) -> str:
 
 def encoded(tokenizer: Any, problems: Sequence[Problem]) -> list[Prompt]:
     """Problems as prompts."""
-    encoded = encode_prompts(tokenizer, [problem.question for problem in problems])
+    rows = encode_prompts(tokenizer, [problem.question for problem in problems])
     return [
         Prompt(prompt_id=problem.prompt_id, token_ids=tuple(token_ids), problem=problem)
-        for problem, token_ids in zip(problems, encoded, strict=True)
+        for problem, token_ids in zip(problems, rows, strict=True)
     ]
 
 
