@@ -294,7 +294,7 @@ def attention_by_rows(q, k, v, *, scale, mask, rounded_kv):
 
 @pytest.mark.parametrize("op", ["linear", "linear_joined", "gated_mlp", "attention"])
 def test_one_op_that_varies_shows(monkeypatch, op):
-    """The negative control: if the bits of an op depend on the number of rows, decode differs from prefill."""
+    """The negative control: if bits of an op depend on the number of rows, decode differs from prefill."""
     silu = torch.nn.functional.silu
     varying = {
         "linear": by_rows,
