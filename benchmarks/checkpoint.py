@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node=2 benchmarks/checkpoint.py
 
 Runs the default recipe with a checkpoint after every few updates and times each call that saves, which copies
-the state and waits for the checkpoint before, if that is still being written. Steps are timed as the recipe's
-log does.
+the state and waits for the checkpoint before, if that is still being written. The collector's state is copied
+by its own thread; what the next batch waits for that is added. Steps are timed as the recipe's log does.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from recipes.learners import Learners
 from recipes.reinforce_zero import learn
 from recipes.samplers import run_sampler
 from rzero.checkpoint import Checkpointer
+from rzero.collectors.rollout_loop import RolloutLoop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class BenchmarkConfig(Config):
 @contextmanager
 def timed_saving(seconds: list[float], computing: list[float]) -> Iterator[None]:
     """Note how long each save keeps its caller, and how long it computes; the rest it waits for the lock."""
-    save = Checkpointer.save
+    save, await_snapshot = Checkpointer.save, RolloutLoop._await_snapshot
 
     def timed(self: Checkpointer, *args: Any, **kwargs: Any) -> None:
         started, computed = time.perf_counter(), time.thread_time()
@@ -49,11 +50,17 @@ def timed_saving(seconds: list[float], computing: list[float]) -> Iterator[None]
         seconds.append(time.perf_counter() - started)
         computing.append(time.thread_time() - computed)
 
-    Checkpointer.save = timed
+    def timed_await(self: RolloutLoop) -> None:
+        started = time.perf_counter()
+        await_snapshot(self)
+        if seconds:
+            seconds[-1] += time.perf_counter() - started
+
+    Checkpointer.save, RolloutLoop._await_snapshot = timed, timed_await
     try:
         yield
     finally:
-        Checkpointer.save = save
+        Checkpointer.save, RolloutLoop._await_snapshot = save, await_snapshot
 
 
 def main() -> None:

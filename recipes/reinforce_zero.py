@@ -150,6 +150,7 @@ def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, A
     batches = log.waiting(log.collector) if log else None
     for version in range(start, config.updates):
         batch = learners.next_batch(batches)  # whole groups, each response once
+        checkpoints.save_soon(version + 1, log)
         optimizer.zero_grad()
         measured = compute_gradients(config, learners, policy, batch)
         if config.record:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +49,8 @@ class RunCheckpoints:
         folder = new_run_folder(config.runs, f"lag{config.nominal_lag}") if new else config.resume
         self.folder = Path(learners.agree(None if folder is None or not learners.first else str(folder)))
         self._training = {"training": TrainingState(model, optimizer), "schedule": schedule}
-        self._checkpointer = None
+        self._checkpointer: Checkpointer | None = None
+        self._in_work: Future[Any] | None = None
         if config.checkpoint_every or config.resume is not None:
             with _as_mistake_of_the_user():
                 self._checkpointer = Checkpointer(
@@ -86,19 +88,32 @@ class RunCheckpoints:
         if self._config.resume is not None and self._checkpointer is not None:
             self._checkpointer.load(version, {}, rank_state={"collector": log.collector, "log": log})
 
+    def save_soon(self, version: int, log: RunLog | None) -> None:
+        """Have what is in work copied in the background while the learner updates, if it is time to save.
+
+        Whatever completes until then is sampled again after a restart; it must not be if time is to decide
+        nothing.
+        """
+        if log is not None and self._due(version) and not self._config.deterministic:
+            self._in_work = log.collector.snapshot()
+
     def save(self, version: int, log: RunLog | None) -> None:
         """Save everything if it is time to, while the samplers work; returns when it is copied."""
-        every, last = self._config.checkpoint_every, version == self._config.updates
-        first = version == 0 and self._config.record
-        due = first or (version > 0 and (last or version % max(1, every) == 0))
-        if self._checkpointer is None or not every or not due:
+        if self._checkpointer is None or not self._due(version):
             return
         own: dict[str, Any] = {"rng": RNGState()}
         if log is not None:
-            own |= {"collector": log.collector, "log": log}
+            own |= {"collector": self._in_work or log.collector.snapshot(), "log": log}
+        self._in_work = None
         score = None if log is None else log.accuracies.get(version)
         with _as_mistake_of_the_user():
             self._checkpointer.save(version, self._training, rank_state=own, score=score)
+
+    def _due(self, version: int) -> bool:
+        every = self._config.checkpoint_every
+        if not every or version == 0:
+            return bool(every and self._config.record)
+        return version == self._config.updates or version % every == 0
 
     def close(self) -> None:
         """Return when the last checkpoint is on the device."""

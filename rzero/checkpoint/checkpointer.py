@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from rzero.checkpoint.staging import Staged, stage, staged_tensors
 from rzero.checkpoint.tree import from_tensors, to_tensors
 
 _LOG = logging.getLogger(__name__)
+_TIMEOUT = 600  # seconds for the future of a state
+
+Savable: TypeAlias = Stateful | Future[Any]
 
 
 @final
@@ -70,12 +73,15 @@ class Checkpointer:
     def save(
         self,
         version: int,
-        state: Mapping[str, Stateful],
+        state: Mapping[str, Savable],
         *,
-        rank_state: Mapping[str, Stateful] | None = None,
+        rank_state: Mapping[str, Savable] | None = None,
         score: float | None = None,
     ) -> None:
         """Copy the states now and write the copy in the background, once the save before is done.
+
+        A future of a state dict is copied by nobody and awaited in the background; nothing may change its
+        result, as that of ``AsyncRolloutCollector.snapshot``.
 
         Args:
             version: Of the weights; names the checkpoint.
@@ -84,7 +90,7 @@ class Checkpointer:
             score: Of these weights, the greater the better.
 
         Raises:
-            CheckpointError: If this save, or the one before, failed.
+            CheckpointError: If this save, or the one before, failed, or a future did not end in 10 minutes.
             TypeError: If a state holds something else than tensors and what JSON can tell.
         """
         staged = _staged("all", state) | _staged(f"rank{self._rank}", rank_state or {})
@@ -175,14 +181,14 @@ class Checkpointer:
             self._thread.shutdown()
             self._folder.close()
 
-    def _write(self, version: int, staged: Mapping[str, Staged], score: float | None) -> None:
+    def _write(self, version: int, staged: Mapping[str, Staged | Future[Any]], score: float | None) -> None:
         partial = self._folder.partial
-        tensors = {
-            f"{name}/{path}": tensor
-            for name in staged
-            for path, tensor in staged_tensors(staged[name]).items()
-        }
         with self._folder.errors(f"saving checkpoint {version}"):
+            tensors = {
+                f"{name}/{path}": tensor
+                for name in staged
+                for path, tensor in _tensors(name, staged[name]).items()
+            }
             try:
                 write_tensors(tensors, partial, self._group)
                 if self._rank == 0:
@@ -219,6 +225,18 @@ class Checkpointer:
             stateful.load_state_dict(from_tensors(own))
 
 
-def _staged(place: str, objects: Mapping[str, Stateful]) -> dict[str, Staged]:
+def _staged(place: str, objects: Mapping[str, Savable]) -> dict[str, Staged | Future[Any]]:
     """Copies of all states, under names of their own."""
-    return {f"{place}/{name}": stage(stateful.state_dict()) for name, stateful in objects.items()}
+    return {
+        f"{place}/{name}": state if isinstance(state, Future) else stage(state.state_dict())
+        for name, state in objects.items()
+    }
+
+
+def _tensors(name: str, state: Staged | Future[Any]) -> dict[str, Tensor]:
+    if not isinstance(state, Future):
+        return staged_tensors(state)
+    try:
+        return to_tensors(state.result(_TIMEOUT))
+    except TimeoutError as error:
+        raise CheckpointError(f"the state of {name} must be there within {_TIMEOUT} s, got none") from error

@@ -86,8 +86,8 @@ class RNGState:
         name, keys, *rest = np.random.get_state(legacy=True)
         version, words, gauss = random.getstate()
         return {
-            "python": [version, torch.from_numpy(np.fromiter(words, np.int64, len(words))), gauss],
-            "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+            "python": [version, list(words), gauss],
+            "numpy": [name, np.asarray(keys).tolist(), *rest],
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
@@ -95,9 +95,9 @@ class RNGState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from all of them; those of GPUs are left alone where the number of GPUs is another."""
         version, words, gauss = state_dict["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
+        random.setstate((version, tuple(words), gauss))
         name, keys, *rest = state_dict["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
         torch.set_rng_state(state_dict["torch"])
         if len(state_dict["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state_dict["cuda"])

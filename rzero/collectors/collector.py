@@ -23,7 +23,7 @@ from rzero.collectors.publisher import PublishReport, WeightPublisher
 from rzero.collectors.rewards import RewardFunction, interaction_of
 from rzero.collectors.rollout_loop import RolloutLoop
 from rzero.collectors.scheduler import Scheduler
-from rzero.collectors.weights import only_policy, policy_weights
+from rzero.collectors.weights import only_policy, policy_weights, require_all_engines
 
 
 @final
@@ -174,11 +174,7 @@ class AsyncRolloutCollector(BaseCollector):
             TypeError: If more than one thing is passed, or something else than weights.
             ValueError: If one worker or another model is asked for.
         """
-        if worker_ids is not None or model_id not in (None, "policy"):
-            raise ValueError(
-                f"AsyncRolloutCollector.update_policy_weights_: all engines get the one policy, "
-                f"got worker_ids={worker_ids!r}, model_id={model_id!r}"
-            )
+        require_all_engines(worker_ids, model_id)
         given = only_policy(policy_or_weights, weights, policy, weights_dict=weights_dict)
         if given is None:
             return self.publisher.update_weights()
@@ -208,10 +204,9 @@ class AsyncRolloutCollector(BaseCollector):
         return self._pool.living
 
     def stats(self) -> dict[str, int | float | bool]:
-        """What happened so far.
+        """Tokens (``frames``) and batches delivered, versions, engines that live, and groups by their fates.
 
-        Sampled tokens (``frames``) and batches delivered, versions, engines that live, and groups by what
-        became of them, failures also by their reasons.
+        Failures are counted by their reasons, too.
         """
         return {
             "frames": self._loop.state.frames,
@@ -279,10 +274,15 @@ class AsyncRolloutCollector(BaseCollector):
         """
         return self._loop.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken, and sample again what was in flight.
+    def snapshot(self) -> Future[OrderedDict]:
+        """``state_dict`` by the background thread, while the learner works on the batch that it took last.
 
-        The engines hold the weights of the version that was being made then.
+        No further batch is taken before the state is; nothing changes it afterwards.
+        """
+        return self._loop.snapshot()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken, with engines of the version that was being made then.
 
         Raises:
             RuntimeError: If the collector has started.

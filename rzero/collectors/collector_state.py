@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -54,14 +55,14 @@ class CollectorState:
         finished = join_groups([self.finished[ticket] for ticket in self.scheduler.finished])
         return OrderedDict(
             scheduler=self.scheduler.state_dict(),
-            prompts=self._prompt_stream("state_dict").state_dict(),
+            prompts=copy.deepcopy(self._prompt_stream("state_dict").state_dict()),
             in_flight=[list(pair) for pair in self.sampler.prompt_ids.items()],
             finished={name: torch.from_numpy(field) for name, field in finished.items()},
             buffer=self.buffer.state_dict(),
             failures=self.failures.state_dict(),
             frames=self.frames,
             batches=self.batches,
-            interaction={} if self.reward_state is None else self.reward_state.state_dict(),
+            interaction={} if self.reward_state is None else copy.deepcopy(self.reward_state.state_dict()),
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -6,6 +6,8 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, final
 
 from torch.distributed.checkpoint.stateful import Stateful
@@ -81,7 +83,8 @@ class RolloutLoop:
             reward_state=reward_state,
             group_size=group_size,
         )
-        self._stopping = False
+        self._stopping, self._ended = False, True
+        self._snapshot: Future[OrderedDict] | None = None
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------------ what other threads call
@@ -89,6 +92,7 @@ class RolloutLoop:
     def start(self) -> None:
         """Start the thread, once."""
         if self._thread is None:
+            self._ended = False
             self._thread = threading.Thread(target=self._run, name="AsyncRolloutCollector", daemon=True)
             self._thread.start()
 
@@ -110,6 +114,7 @@ class RolloutLoop:
 
     def next_batch(self) -> PackedBatch:
         """Wait for a batch and take it for the update of ``learner_version``."""
+        self._await_snapshot()
         try:
             batch = self._buffer.sample(timeout=self._timeout)
         except TimeoutError as error:
@@ -166,6 +171,14 @@ class RolloutLoop:
         with self._boundary, self._lock:
             return self.state.state_dict()
 
+    def snapshot(self) -> Future[OrderedDict]:
+        """See ``AsyncRolloutCollector.snapshot``."""
+        future = self._snapshot = Future()
+        self._events.put(partial(self._take, future))
+        if self._ended:
+            self._take(future)
+        return future
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See ``AsyncRolloutCollector.load_state_dict``."""
         if self._thread is not None:
@@ -188,6 +201,25 @@ class RolloutLoop:
                     self._boundary.notify_all()
         except BaseException as error:
             self.abort(error)
+        finally:
+            self._ended = True
+            if self._snapshot is not None:
+                self._take(self._snapshot)
+
+    def _take(self, snapshot: Future[OrderedDict]) -> None:
+        with self._boundary:
+            if not snapshot.done():
+                try:
+                    snapshot.set_result(self.state_dict())
+                except Exception as error:
+                    snapshot.set_exception(error)
+
+    def _await_snapshot(self) -> None:
+        if self._snapshot is not None and wait([self._snapshot], self._timeout).not_done:
+            raise TimeoutError(
+                f"AsyncRolloutCollector: its state must be copied within {self._timeout:g} s, got none"
+            )
+        self._snapshot = None
 
     def _advance(self) -> None:
         """Hand over what may be handed over, then start what may start."""

@@ -41,6 +41,19 @@ def only_policy(*given: Policy | None, weights_dict: Mapping[str, Any] | None) -
     return there[0] if there else None
 
 
+def require_all_engines(worker_ids: Any, model_id: str | None) -> None:
+    """Refuse what TorchRL's ``update_policy_weights_`` could ask for and no collector of versions can do.
+
+    Raises:
+        ValueError: If a part of the engines or another model is asked for.
+    """
+    if worker_ids is not None or model_id not in (None, "policy"):
+        raise ValueError(
+            f"AsyncRolloutCollector.update_policy_weights_: all engines get the one policy, "
+            f"got worker_ids={worker_ids!r}, model_id={model_id!r}"
+        )
+
+
 def policy_weights(policy: Policy) -> dict[str, Tensor]:
     """The named weights of a model, or those that a TensorDict or another mapping holds.
 

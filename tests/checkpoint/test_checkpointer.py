@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -60,6 +61,35 @@ def loaded(checkpointer, version):
     box = Box()
     checkpointer.load(version, {"numbers": box})
     return box.state
+
+
+def test_a_future_is_awaited_in_the_background(open_folder):
+    checkpointer, future = saved(open_folder, [1]), Future()
+    checkpointer.save(2, {"numbers": numbers(2)}, rank_state={"late": future})
+    assert checkpointer.versions() == [1]
+    future.set_result({"cursor": 7, "values": torch.arange(3)})
+    checkpointer.wait()
+    late = Box()
+    checkpointer.load(2, {}, rank_state={"late": late})
+    assert late.state["cursor"] == 7 and late.state["values"].tolist() == [0, 1, 2]
+
+
+def test_a_future_that_fails_or_never_ends_fails_its_save_alone(open_folder, monkeypatch):
+    checkpointer, failed = saved(open_folder, [1]), Future()
+    failed.set_exception(ZeroDivisionError("in the state"))
+    checkpointer.save(2, {"numbers": numbers(2)}, rank_state={"late": failed})
+    with pytest.raises(ZeroDivisionError, match="in the state"):
+        checkpointer.wait()
+    monkeypatch.setattr("rzero.checkpoint.checkpointer._TIMEOUT", 0.1)
+    checkpointer.save(3, {"numbers": numbers(3)}, rank_state={"late": Future()})
+    with pytest.raises(
+        CheckpointError, match=r"the state of rank0/late must be there within 0\.1 s, got none"
+    ):
+        checkpointer.wait()
+    assert checkpointer.latest() == 1 and not list(checkpointer._folder.path.glob(".partial"))
+    checkpointer.save(4, {"numbers": numbers(4)})
+    checkpointer.wait()
+    assert checkpointer.latest() == 4
 
 
 class Training:

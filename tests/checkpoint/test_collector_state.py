@@ -1,6 +1,8 @@
 """A collector that is stopped at any update goes on elsewhere: nothing lost, nothing twice."""
 
+import copy
 import itertools
+import threading
 
 import pytest
 import torch
@@ -47,19 +49,23 @@ class CountingReward:
     """A reward function that remembers something, and refuses every 8th prompt."""
 
     def __init__(self):
-        self.calls = 0
+        self.state = {"calls": 0}
+
+    @property
+    def calls(self):
+        return self.state["calls"]
 
     def __call__(self, prompt, responses):
         if prompt.prompt_id % 16 == 14:
             raise GroupFailed("refused", "this prompt is not rewarded")
-        self.calls += 1
+        self.state["calls"] += 1
         return [float(len(response)) for response in responses]
 
     def state_dict(self):
-        return {"calls": self.calls}
+        return self.state  # itself, so it goes on changing
 
     def load_state_dict(self, state_dict):
-        self.calls = state_dict["calls"]
+        self.state = dict(state_dict)
 
 
 SCHEDULERS = {
@@ -81,7 +87,7 @@ def model_of(version):
     return model
 
 
-def make_collector(make_engine, scheduler, *, version=0, prompts=None, reward=None):
+def make_collector(make_engine, scheduler, *, version=0, prompts=None, reward=None, timeout=30.0):
     return AsyncRolloutCollector(
         [make_engine(model_of(version), max_slots=5, version=version)],
         Stream() if prompts is None else prompts,
@@ -93,7 +99,7 @@ def make_collector(make_engine, scheduler, *, version=0, prompts=None, reward=No
         group_size=GROUP,
         max_new_tokens=6,
         seed=0,
-        timeout=30.0,
+        timeout=timeout,
     )
 
 
@@ -123,15 +129,29 @@ def samples(batches):
     )
 
 
-def interrupted(make_engine, scheduler, stops, *, quiesce=False):
+def train_and_save(collector, first, last, *, early):
+    """The same, and the state at the end; ``early``: taken while the last batch is being trained on."""
+    if not early:
+        return train(collector, first, last - first), collector.state_dict()
+    batches = train(collector, first, last - 1 - first)
+    batches.append(next(iter(collector)))
+    snapshot = collector.snapshot()
+    collector.update_policy_weights_(model_of(last))
+    state = snapshot.result(30)
+    return batches, state
+
+
+def interrupted(make_engine, scheduler, stops, *, early=False):
     collector, batches = make_collector(make_engine, scheduler), []
     for first, last in itertools.pairwise([0, *stops, UPDATES]):
-        batches += train(collector, first, last - first, quiesce=quiesce)
+        more, state = train_and_save(collector, first, last, early=early and last < UPDATES)
+        batches += more
         if last == UPDATES:
             break
-        state = collector.state_dict()
+        kept = copy.deepcopy(state)
         train(collector, last, 1)  # lost by the kill, and done again
         stop(collector)
+        assert str(state) == str(kept)  # whatever happened since
         collector = make_collector(make_engine, scheduler, version=last)
         collector.load_state_dict(state)
     final = collector.state_dict()
@@ -139,9 +159,10 @@ def interrupted(make_engine, scheduler, stops, *, quiesce=False):
     return batches, final
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("scheduler", ["credits", "slots"])
-def test_every_prompt_is_trained_on_once_or_still_in_work(make_engine, scheduler):
-    batches, final = interrupted(make_engine, scheduler, stops=[1, 2, 5])
+def test_every_prompt_is_trained_on_once_or_still_in_work(make_engine, scheduler, early):
+    batches, final = interrupted(make_engine, scheduler, stops=[1, 2, 5], early=early)
     trained = {batch_id for batch in batches for batch_id in batch.group_id.unique().tolist()}
     state = final["scheduler"]
     in_work = {*state["running"], *state["finished"], *state["released"]}
@@ -155,12 +176,13 @@ def test_every_prompt_is_trained_on_once_or_still_in_work(make_engine, scheduler
         assert (batch.uid == batch.group_id * GROUP + batch.sample_index).all()
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("scheduler", ["synchronous", "strict"])
-def test_an_interrupted_run_trains_on_the_same_samples(make_engine, scheduler):
+def test_an_interrupted_run_trains_on_the_same_samples(make_engine, scheduler, early):
     collector = make_collector(make_engine, scheduler)
     whole = train(collector, 0, UPDATES)
     stop(collector)
-    batches, _ = interrupted(make_engine, scheduler, stops=[2, 3])
+    batches, _ = interrupted(make_engine, scheduler, stops=[2, 3], early=early)
     assert samples(batches) == samples(whole)
 
 
@@ -202,6 +224,71 @@ def test_the_state_of_the_reward_function_comes_along(make_engine):
     restored.load_state_dict(state)
     assert other.calls == state["interaction"]["calls"] >= 2 * PROMPTS
     stop(restored)
+
+
+class SlowStream(Stream):
+    """Tells its state only when it is let."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def state_dict(self):
+        self.asked.set()
+        assert self.let.wait(30)
+        return super().state_dict()
+
+
+def test_no_batch_is_taken_before_the_state_is(make_engine):
+    prompts = SlowStream()
+    collector, batches = make_collector(make_engine, "credits", prompts=prompts), []
+    train(collector, 0, 1)
+    snapshot = collector.snapshot()
+    learner = threading.Thread(target=lambda: batches.append(next(iter(collector))))
+    learner.start()
+    assert prompts.asked.wait(30)
+    learner.join(0.3)
+    assert learner.is_alive() and not snapshot.done() and not batches
+    prompts.let.set()
+    learner.join(30)
+    assert snapshot.result(0)["batches"] == 1 and len(batches) == 1
+    stop(collector)
+
+
+def test_a_state_that_does_not_come_is_an_error(make_engine):
+    prompts = SlowStream()
+    collector = make_collector(make_engine, "credits", prompts=prompts, timeout=3.0)
+    train(collector, 0, 1)
+    collector.snapshot()
+    with pytest.raises(TimeoutError, match="its state must be copied within 3 s, got none"):
+        next(iter(collector))
+    prompts.let.set()
+    stop(collector)
+
+
+def test_a_state_is_there_without_a_thread_and_after_it(make_engine):
+    collector = make_collector(make_engine, "credits")
+    assert collector.snapshot().result(0)["batches"] == 0
+    train(collector, 0, 2)
+    stop(collector)
+    assert collector.snapshot().result(0)["batches"] == 2
+    plain = make_collector(make_engine, "credits", prompts=itertools.cycle([Stream().prompt(0)]))
+    train(plain, 0, 1)
+    with pytest.raises(TypeError, match="prompts must be a PromptStream"):
+        plain.snapshot().result(30)
+    train(plain, 1, 1)  # the run goes on
+    stop(plain)
+
+
+def test_the_end_of_the_thread_leaves_no_state_behind(make_engine):
+    """It is asked for, then the thread is told to stop: one of both orders, 50 times."""
+    for _ in range(50):
+        collector = make_collector(make_engine, "credits")
+        collector.start()
+        stopping = threading.Thread(target=collector.shutdown)
+        stopping.start()
+        assert collector.snapshot().result(10)["batches"] == 0
+        stopping.join()
 
 
 def test_refusals(make_engine):
