@@ -119,7 +119,8 @@ def _compare(found: dict[str, Any], run: Run, runs: list[Run]) -> None:
 def synchronous_of(run: Run, runs: list[Run]) -> Run | None:
     """The synchronous run of the method that is nearest to a run, of the same seed if there is one.
 
-    Task, model and lengths must be the same; objective, kernels and learning rate may be what is studied.
+    Task, model, lengths and responses an update must be the same; objective, kernels and learning rate may be
+    what is studied.
     """
     studied = {"nominal_lag", "in_flight", "objective", "kernels", "lr", "deterministic", "group_size"}
     studied |= {"prompts_per_update", "wire_dtype"}
@@ -130,6 +131,7 @@ def synchronous_of(run: Run, runs: list[Run]) -> Run | None:
         for other in runs
         if other["config"]["nominal_lag"] == 0
         and other["config"]["objective"] == "reinforce_zero"
+        and _responses(other) == _responses(run)
         and all(other["config"][name] == run["config"][name] for name in same)
     ]
     return max(
@@ -137,6 +139,11 @@ def synchronous_of(run: Run, runs: list[Run]) -> Run | None:
         key=lambda other: [other["config"][name] == run["config"][name] for name in nearest],
         default=None,
     )
+
+
+def _responses(run: Run) -> int:
+    """Of an update."""
+    return run["config"]["prompts_per_update"] * run["config"]["group_size"]
 
 
 def _median(values: list[float]) -> float:

@@ -174,13 +174,17 @@ def test_the_synchronous_run_is_of_the_same_setting_and_seed(folder):
     curve = {0: 0.5, 10: 0.8}
     others = [
         made(folder, "other task", curve, nominal_lag=0, tasks=["gcd"]),
+        made(folder, "other size", curve, nominal_lag=0, prompts_per_update=16),
         made(folder, "other seed", curve, nominal_lag=0, seed=1),
         made(folder, "ablation", curve, nominal_lag=0, objective="ppo_clip"),
         made(folder, "right", curve, nominal_lag=0),
     ]
     run = made(folder, "run", curve, objective="ppo_clip")
     assert verdict(run, others)["reference"] == "right"
-    assert verdict(run, others[:1])["stable"] is None
+    assert verdict(run, others[:2])["stable"] is None
+    responses = run["config"]["prompts_per_update"] * run["config"]["group_size"]
+    single = made(folder, "as many responses", curve, group_size=1, prompts_per_update=responses)
+    assert verdict(single, others)["reference"] == "right"
 
 
 def test_labels_name_what_differs(folder):
