@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from rzero.buffers import PackedBatch
-from rzero.losses import batch_mean_advantages, flash_reinforce_loss, group_mean_advantages, reinforce_loss
+from rzero.losses import (
+    batch_mean_advantages,
+    flash_reinforce_loss,
+    group_mean_advantages,
+    reinforce_loss,
+    sequence_trust_mask,
+)
 
 CLIP_EPS = 0.2  # PPO's
 TRUST_DELTA = 3e-3  # FlashREINFORCE's, in nats; the stricter one of the two that were published
@@ -27,10 +33,12 @@ class Objective:
         advantages: Of a learner's share, the whole batch and the group size; float32 [B of the share].
         loss: Of log-probabilities [N], the share, its advantages [B] and the responses of the whole step;
             a scalar to be minimised. Losses of shares add up.
+        admits: Which responses the loss counts, bool [B], from log-probabilities [N] and a batch; None: all.
     """
 
     advantages: Callable[[PackedBatch, PackedBatch, int], Tensor]
     loss: Callable[[Tensor, PackedBatch, Tensor, int], Tensor]
+    admits: Callable[[Tensor, PackedBatch], Tensor] | None = None
 
 
 def group_mean(share: PackedBatch, whole: PackedBatch, group_size: int) -> Tensor:
@@ -107,14 +115,25 @@ def trusted_responses(
     )
 
 
+def trusted(log_probs: Tensor, batch: PackedBatch) -> Tensor:
+    """The decisions of FlashREINFORCE's gate."""
+    return sequence_trust_mask(
+        log_probs,
+        batch.behavior_log_probs,
+        batch.response_mask,
+        delta=TRUST_DELTA,
+        cu_seqlens=batch.cu_seqlens,
+    )
+
+
 OBJECTIVES = {
     "reinforce_zero": Objective(advantages=group_mean, loss=recorded_ratio),
     "no_importance_weight": Objective(advantages=group_mean, loss=no_ratio),
     "recomputed_behavior": Objective(advantages=group_mean, loss=recomputed_ratio),
     "ppo_clip": Objective(advantages=group_mean, loss=clipped_ratio),
     "batch_mean": Objective(advantages=batch_mean, loss=recorded_ratio),
-    "trust_gate": Objective(advantages=group_mean, loss=trusted_responses),
-    "flash_reinforce": Objective(advantages=batch_mean, loss=trusted_responses),
+    "trust_gate": Objective(advantages=group_mean, loss=trusted_responses, admits=trusted),
+    "flash_reinforce": Objective(advantages=batch_mean, loss=trusted_responses, admits=trusted),
 }
 
 

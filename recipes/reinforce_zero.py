@@ -85,7 +85,11 @@ def start_collector(
 def compute_gradients(
     config: Config, learners: Learners, policy: Policy, batch: PackedBatch
 ) -> dict[str, Tensor]:
-    """Add the gradients of a batch to the model's; returns the loss, log-probabilities and entropies."""
+    """Add the gradients of a batch to the model's.
+
+    Returns:
+        The loss, log-probabilities and entropies [N], and which responses the loss counted, bool [B].
+    """
     objective = OBJECTIVES[config.objective]
     share = learners.share(batch, group_size=config.group_size)
     advantages = objective.advantages(share, batch, config.group_size)
@@ -116,7 +120,10 @@ def compute_gradients(
         name: learners.together(batch, torch.cat(values), group_size=config.group_size)
         for name, values in tokens.items()
     }
-    return {"loss": torch.stack(losses).sum(), **whole}
+    admitted = torch.ones(batch.num_responses, dtype=torch.bool)
+    if objective.admits is not None:
+        admitted = objective.admits(whole["log_probs"], batch)
+    return {"loss": torch.stack(losses).sum(), "admitted": admitted, **whole}
 
 
 def new_optimizer(config: Config, model: Any) -> tuple[AdamW, LambdaLR]:

@@ -82,6 +82,7 @@ def read_run(folder: Path) -> Run:
         "lag": _lag_so_far(updates) if summary is None else summary["lag"]["token_mean"]["per_token"],
         "predicted_lag": None if summary is None else (summary["lag"]["predicted"] or {}).get("token_mean"),
         "totals": _totals_so_far(updates) if summary is None else {name: summary[name] for name in SUMMARY},
+        "admitted": _admitted(updates),
         "notes": notes,
     }
 
@@ -128,6 +129,12 @@ def _lag_so_far(updates: list[dict[str, Any]]) -> dict[str, float] | None:
     if not updates:
         return None
     return {"mean": _over_tokens(updates, "lag_mean"), "max": max(row["lag_max"] for row in updates)}
+
+
+def _admitted(updates: list[dict[str, Any]]) -> float | None:
+    """The share of responses that the loss counted; None of a run that did not write it down."""
+    shares = [row["admitted_fraction"] for row in updates if "admitted_fraction" in row]
+    return float(np.mean(shares)) if shares else None
 
 
 def _over_tokens(updates: list[dict[str, Any]], name: str) -> float:

@@ -88,7 +88,7 @@ def _noise(runs: list[Run]) -> str:
 
 
 def _measurements(runs: list[Run], labels: dict[str, str]) -> str:
-    rows = []
+    rows, gated = [], any(run.get("admitted", 1.0) not in (None, 1.0) for run in runs)
     for run in runs:
         lag, totals, series = run["lag"] or {}, run["totals"], run["series"]
         idle = [totals.get(name) for name in ("learner_idle_share", "sampler_idle_share")]
@@ -106,10 +106,12 @@ def _measurements(runs: list[Run], labels: dict[str, str]) -> str:
                 f"{number(series['entropy'][0])} → {number(series['entropy'][-1])}" if series else UNKNOWN,
                 " / ".join(UNKNOWN if share is None else f"{share:.1%}" for share in idle),
                 number(totals.get("updates_per_second"), 2),
+                *([number(run.get("admitted"))] if gated else []),
             ]
         )
     head = ["run", "seed", "lag mean", "p50 / p95 / max", "predicted", "ratio 2nd moment", "ratio max"]
     head += ["ESS", "grad norm", "entropy", "idle learner / samplers", "updates/s"]
+    head += ["responses that count"] if gated else []
     return table(head, rows)
 
 

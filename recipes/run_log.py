@@ -27,6 +27,7 @@ from rzero.losses import ImportanceDiagnostics, importance_diagnostics
 from rzero.losses.diagnostics import RatioStatistics
 
 PREDICTED_UPDATES = 400
+RATIO_NAMES = ("ratio_mean", "ratio_second_moment", "ratio_max", "ess_fraction", "kl_k3")
 
 
 class RunLog:
@@ -62,9 +63,8 @@ class RunLog:
         self._wait = self._wait_seconds = self._evaluation_seconds = 0.0
         self.collector, self._scheduler = collector, scheduler
         self._meter = WorkloadMeter()
-        self._leads: deque[float] = deque(
-            maxlen=PREDICTED_UPDATES
-        )  # seconds from a publish to the next batch
+        # Seconds from a publish to the next batch.
+        self._leads: deque[float] = deque(maxlen=PREDICTED_UPDATES)
         self._busy_start, self._busy_in_evaluation = collector.busy_seconds(), 0.0
         self._start = self._step_start = time.perf_counter()
         self._tokens = self._updates = 0
@@ -102,6 +102,7 @@ class RunLog:
         entropies: Tensor,
         loss: Tensor,
         grad_norm: Tensor,
+        admitted: Tensor | None = None,
     ) -> None:
         """Measure one update.
 
@@ -112,6 +113,7 @@ class RunLog:
             entropies: [N], of the learner's distributions.
             loss: Scalar.
             grad_norm: Scalar, before clipping.
+            admitted: bool [B], the responses that the loss counted; None: all.
         """
         train_seconds = time.perf_counter() - self._step_start - self._wait
         self._step_start = time.perf_counter()
@@ -140,13 +142,10 @@ class RunLog:
             "entropy": float(entropies.sum()) / tokens,
             "lag_mean": float(lag.sum()) / tokens,
             "lag_max": int(lag.max()),
-            "ratio_mean": ratios["ratio_mean"],
-            "ratio_second_moment": ratios["ratio_second_moment"],
-            "ratio_max": ratios["ratio_max"],
-            "ess_fraction": ratios["ess_fraction"],
-            "kl_k3": ratios["kl_k3"],
+            **{name: ratios[name] for name in RATIO_NAMES},
             "zero_variance_groups": float(diagnostics.num_zero_variance_groups),
             "response_length": tokens / batch.num_responses,
+            "admitted_fraction": 1.0 if admitted is None else float(admitted.float().mean()),
             "wait_seconds": self._wait,
             "train_seconds": train_seconds,
             "sampler_idle": self.sampler_idle_share(),

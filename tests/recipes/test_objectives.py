@@ -1,5 +1,6 @@
 """Each objective against its gradient written out token by token in float64."""
 
+import itertools
 import json
 import math
 from typing import get_args
@@ -98,6 +99,17 @@ def test_the_flag_names_every_objective():
     assert set(get_args(Objective)) == set(OBJECTIVES)
 
 
+def test_the_gate_says_what_it_admits():
+    """Whoever is refused has no gradient, and whoever is admitted has one where its advantage is not zero."""
+    batch = batch_of(range(8))
+    log_probs = learner_log_probs(batch)
+    admitted = OBJECTIVES["trust_gate"].admits(log_probs, batch)
+    assert 0 < admitted.sum() < len(admitted)
+    free, gated = (derived_gradient(batch, log_probs, name) for name in ("reinforce_zero", "trust_gate"))
+    for row, (first, end) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
+        assert np.array_equal(gated[first:end], free[first:end] if admitted[row] else 0 * free[first:end])
+
+
 def test_the_mean_of_a_group_needs_two_responses():
     with pytest.raises(RecipeError, match="--group-size must be at least 2, got 1"):
         Config(group_size=1)
@@ -111,6 +123,9 @@ def test_an_ablation_trains_and_keeps_its_objective(start, tmp_path, monkeypatch
     run = only_run(tmp_path)
     assert json.loads((run / "summary.json").read_text())["lag"]["responses"] == 3 * 4  # one for each prompt
     assert saved_config(run).objective == "flash_reinforce"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    shares = [row["admitted_fraction"] for row in rows if "update" in row]
+    assert len(shares) == 3 and all(0 <= share <= 1 for share in shares) and shares[0] == 1.0
     monkeypatch.setattr("sys.argv", ["recipe", "--resume", str(run)])
     assert default_config(None).objective == "flash_reinforce"
     with pytest.raises(
