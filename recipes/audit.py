@@ -20,7 +20,7 @@ from recipes.launch import Channels, parse, run
 from recipes.learners import Learners
 from recipes.policy import new_policy
 from recipes.reinforce_zero import learn
-from recipes.run_folder import new_run_folder
+from recipes.run.folder import new_run_folder
 from recipes.samplers import run_sampler, start_samplers
 from rzero.audit import AuditReport
 from rzero.collectors import WeightPublisher, named_weights

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from recipes.calculator import CALL, now_and_then
 from recipes.policy import HELD_OUT_SEED, HELD_OUT_UIDS, Policy, load_policy
-from recipes.tasks import ReasoningTasks
+from recipes.tasks.calculator import CALL, now_and_then
+from recipes.tasks.reasoning import ReasoningTasks
 from recipes.tiny_model import cached_tiny_model, default_cache_dir, encode_prompts
 from rzero.collectors import GenerationEngine, GenerationRequest, MultiTurn, Prompt, Trajectory
 

@@ -63,7 +63,7 @@ class Config:
     tasks: tuple[str, ...] = ("basic_arithmetic",)
     """Data sets of reasoning-gym, mixed in equal parts; each NAME or NAME:KEY=VALUE,KEY=VALUE."""
     problems: Path | None = None
-    """File of mathematical problems to train on (``recipes/math_problems.py``), in place of ``tasks``."""
+    """File of mathematical problems (``recipes/tasks/math_problems.py``) to train on, not on ``tasks``."""
     held_out_problems: Path | None = None
     """File of held-out ones; without it, the last ones of ``problems`` are held out."""
     model: Path | None = None

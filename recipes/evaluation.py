@@ -8,7 +8,7 @@ from torch import Tensor
 
 from recipes.config import Config
 from recipes.policy import Policy
-from recipes.run_log import RunLog
+from recipes.run.log import RunLog
 from rzero.collectors.weights import rounded
 
 AUDITED_PROMPTS = 64

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from recipes.calculator import Calculator
 from recipes.calculator_policy import load_calculating_policy, play_held_out
 from recipes.errors import require_least
 from recipes.launch import Channels, parse, run
 from recipes.learners import Learners
-from recipes.run_log import RunLog
+from recipes.run.log import RunLog
+from recipes.run.show_trajectory import most_eventful, show_trajectory
 from recipes.samplers import run_sampler, start_samplers
-from recipes.show_trajectory import most_eventful, show_trajectory
+from recipes.tasks.calculator import Calculator
 from rzero.buffers import ProvenanceReplayBuffer, TokenLogStorage
 from rzero.collectors import (
     AsyncRolloutCollector,

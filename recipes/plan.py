@@ -13,9 +13,9 @@ import transformers
 
 from recipes.config import Config
 from recipes.errors import RecipeError
-from recipes.math_problems import read_problems
 from recipes.profiles import MODELS
-from recipes.simulate_cluster import SMALL
+from recipes.simulation.cluster import SMALL
+from recipes.tasks.math_problems import read_problems
 from recipes.tiny_model import character_tokenizer, tiny_llama
 from rzero.collectors import Scheduler, simulate
 
@@ -142,7 +142,7 @@ def sampler_memory(config: Config, shape: Any, parameters: int) -> dict[str, flo
 
 
 def predicted_lag(config: Config, scheduler: Scheduler, parameters: int, *, ranks: int) -> list[str]:
-    """What the simulator says, with the speeds that ``recipes/simulate_cluster.py`` assumes for GPUs."""
+    """What the simulator says, with the speeds that ``recipes/simulation/cluster.py`` assumes for GPUs."""
     cluster = replace(
         SMALL,
         gpus=ranks,

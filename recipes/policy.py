@@ -14,8 +14,8 @@ from torch import Tensor
 from recipes.config import Config
 from recipes.errors import RecipeError
 from recipes.kernel_choice import Kernels, put_kernels_under
-from recipes.task_prompts import TaskPrompts, encoded, task_rewards, vocabulary_digest
-from recipes.task_sources import Tasks, load_tasks, task_flags
+from recipes.tasks.prompts import TaskPrompts, encoded, task_rewards, vocabulary_digest
+from recipes.tasks.sources import Tasks, load_tasks, task_flags
 from recipes.tiny_model import cached_tiny_model, default_cache_dir
 from rzero.audit import AuditReport, audit
 from rzero.collectors import (

@@ -26,11 +26,11 @@ from recipes.learners import Learners
 from recipes.objectives import OBJECTIVES
 from recipes.plan import print_plan
 from recipes.policy import Policy, new_policy
-from recipes.recording import record_update
-from recipes.resume import RunCheckpoints
-from recipes.run_log import RunLog
+from recipes.run.log import RunLog
+from recipes.run.recording import record_update
+from recipes.run.resume import RunCheckpoints
 from recipes.samplers import run_sampler, start_samplers
-from recipes.task_sources import task_flags
+from recipes.tasks.sources import task_flags
 from rzero.buffers import PackedBatch, ProvenanceReplayBuffer, TokenLogStorage
 from rzero.collectors import (
     AsyncRolloutCollector,

@@ -25,8 +25,8 @@ from recipes.errors import RecipeError
 from recipes.learners import Learners
 from recipes.objectives import OBJECTIVES
 from recipes.policy import Policy, new_policy
-from recipes.recording import RecordedUpdate, gradient_digests, read_update
 from recipes.reinforce_zero import compute_gradients, new_optimizer
+from recipes.run.recording import RecordedUpdate, gradient_digests, read_update
 from rzero.buffers import segments, unpack
 from rzero.checkpoint import Checkpointer, CheckpointError, TrainingState
 

@@ -19,10 +19,10 @@ import tyro
 
 from recipes.errors import RecipeError
 from recipes.machine import command
-from recipes.report_data import label_runs, read_runs
-from recipes.report_figures import draw_report
-from recipes.report_page import page
-from recipes.report_verdict import alarms, verdict
+from recipes.reporting.data import label_runs, read_runs
+from recipes.reporting.figures import draw_report
+from recipes.reporting.page import page
+from recipes.reporting.verdict import alarms, verdict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ import transformers
 from recipes.errors import RecipeError
 from recipes.launch import keep_heap
 from recipes.policy import Policy, new_model
-from recipes.task_prompts import task_rewards, vocabulary_digest
-from recipes.task_sources import load_tasks
+from recipes.tasks.prompts import task_rewards, vocabulary_digest
+from recipes.tasks.sources import load_tasks
 from rzero.collectors import (
     Channel,
     GenerationEngine,

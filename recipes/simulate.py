@@ -18,9 +18,9 @@ from typing import Any
 
 import tyro
 
-from recipes.simulate_cluster import LARGE, SMALL, Cluster, Split, balance
-from recipes.simulate_figure import PUBLISHED_LAG, PUBLISHED_SPEED_UP, draw
-from recipes.simulate_studies import Row, compare_splits, explain_lag, plan
+from recipes.simulation.cluster import LARGE, SMALL, Cluster, Split, balance
+from recipes.simulation.figure import PUBLISHED_LAG, PUBLISHED_SPEED_UP, draw
+from recipes.simulation.studies import Row, compare_splits, explain_lag, plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,12 +26,12 @@ from recipes.launch import Channels, parse, run
 from recipes.learners import Learners
 from recipes.machine import describe_start, without_runs_folder
 from recipes.reinforce_zero import learn
-from recipes.report_throughput import throughput_text
+from recipes.reporting.throughput import throughput_text
 from recipes.samplers import run_sampler
 from recipes.simulate import crossings
-from recipes.simulate_cluster import LARGE, SMALL, balance
-from recipes.simulate_figure import PUBLISHED_SPEED_UP
-from recipes.simulate_studies import compare_splits, plan
+from recipes.simulation.cluster import LARGE, SMALL, balance
+from recipes.simulation.figure import PUBLISHED_SPEED_UP
+from recipes.simulation.studies import compare_splits, plan
 
 KERNELS = ("native", "exact")
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from recipes.tasks import Problem, ReasoningTasks
+from recipes.tasks.reasoning import Problem, ReasoningTasks
 
 Transcript = Callable[[Problem], Sequence[tuple[str, bool]]]
 """A worked example that follows the question: pieces of text, each with whether it is to be learned."""
@@ -144,7 +144,7 @@ def cached_tiny_model(
     this file, the tasks and the transcript, and the versions of torch and transformers. It appears by an
     atomic rename, never half-written.
     """
-    from recipes import tasks as tasks_module
+    from recipes.tasks import reasoning as tasks_module
 
     recipe = {"specs": list(specs), "hidden_size": hidden_size, "layers": layers, "steps": warm_up_steps}
     recipe["head_size"] = head_size

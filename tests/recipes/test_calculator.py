@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from recipes.calculator import CALL, Calculator, calculate, now_and_then, reply
 from recipes.calculator_policy import TASKS
-from recipes.show_trajectory import most_eventful, show_trajectory
-from recipes.tasks import ReasoningTasks
+from recipes.run.show_trajectory import most_eventful, show_trajectory
+from recipes.tasks.calculator import CALL, Calculator, calculate, now_and_then, reply
+from recipes.tasks.reasoning import ReasoningTasks
 from recipes.tiny_model import _supervised_batch, character_tokenizer
 from rzero.collectors import Prompt
 from rzero.collectors.engine import Completion, packed_rows, row_digests

@@ -13,7 +13,7 @@ from recipes.errors import RecipeError
 from recipes.learners import Learners, cut_rows
 from recipes.policy import load_policy
 from recipes.reinforce_zero import compute_gradients
-from recipes.tasks import ReasoningTasks
+from recipes.tasks.reasoning import ReasoningTasks
 from rzero.buffers import pack
 from rzero.buffers.packing import offsets
 from tests.buffers.responses import rollout

@@ -9,7 +9,7 @@ WRITE = """
 import sys
 from pathlib import Path
 from recipes.config import Config
-from recipes.run_folder import write_config
+from recipes.run.folder import write_config
 write_config(Path(sys.argv[1]), Config())
 """
 

@@ -4,10 +4,10 @@ from itertools import islice
 
 import pytest
 
-from recipes import math_verifier
 from recipes.errors import RecipeError
-from recipes.math_problems import MathTasks, read_problems
-from recipes.math_verifier import MathVerifier
+from recipes.tasks import math_verifier
+from recipes.tasks.math_problems import MathTasks, read_problems
+from recipes.tasks.math_verifier import MathVerifier
 
 
 def published(question, answer, **changes):

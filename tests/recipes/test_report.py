@@ -8,9 +8,9 @@ import pytest
 from recipes.config import Config
 from recipes.errors import RecipeError
 from recipes.report import Report, make_report
-from recipes.report_data import label_runs, read_run, read_runs, thinned
-from recipes.report_verdict import alarms, verdict
-from recipes.run_folder import write_config
+from recipes.reporting.data import label_runs, read_run, read_runs, thinned
+from recipes.reporting.verdict import alarms, verdict
+from recipes.run.folder import write_config
 from tests.recipes.conftest import TINY
 
 

@@ -17,8 +17,8 @@ import torch
 
 from recipes import replay as replay_recipe
 from recipes.errors import RecipeError
-from recipes.recording import read_update
 from recipes.replay import replay
+from recipes.run.recording import read_update
 from rzero.checkpoint import Checkpointer
 from tests.recipes.conftest import ROOT
 from tests.recipes.test_reinforce_zero import only_run
@@ -164,7 +164,11 @@ def same_weights(run, other):
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(7, id="21 kills"), pytest.param(67, id="201 kills", marks=pytest.mark.slow)]
+    "kills",
+    [
+        pytest.param(7, id="21 kills"),
+        pytest.param(67, id="201 kills", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_killed_runs_lose_nothing_and_use_nothing_twice(ranks, whole, tmp_path, method, kills):

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.image import imread
 
 from recipes.simulate import Config, crossings, main, table
-from recipes.simulate_cluster import LARGE, SMALL, balance
+from recipes.simulation.cluster import LARGE, SMALL, balance
 from rzero.collectors.scheduler import strict
 
 

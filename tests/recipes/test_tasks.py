@@ -2,7 +2,7 @@ from itertools import islice
 
 import pytest
 
-from recipes.tasks import ReasoningTasks
+from recipes.tasks.reasoning import ReasoningTasks
 
 
 def test_held_out_problems_are_never_trained_on():

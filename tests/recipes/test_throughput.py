@@ -4,7 +4,7 @@ import pytest
 
 from recipes.errors import RecipeError
 from recipes.report import Report, make_report
-from recipes.report_throughput import throughput_text
+from recipes.reporting.throughput import throughput_text
 from recipes.throughput import Throughput, sum_up
 from tests.recipes.conftest import TINY
 from tests.recipes.test_report import folder  # noqa: F401  (a fixture)

@@ -1,7 +1,7 @@
 import torch
 import transformers
 
-from recipes.tasks import ReasoningTasks
+from recipes.tasks.reasoning import ReasoningTasks
 from recipes.tiny_model import cached_tiny_model, character_tokenizer, encode_prompts, tiny_llama, warm_up
 
 

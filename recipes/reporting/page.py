@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from recipes.report_data import Run
-from recipes.report_figures import FIGURES
-from recipes.report_table import UNKNOWN, number, table
-from recipes.report_throughput import throughput_text
-from recipes.report_verdict import ALARMS, DEFINITION
+from recipes.reporting.data import Run
+from recipes.reporting.figures import FIGURES
+from recipes.reporting.table import UNKNOWN, number, table
+from recipes.reporting.throughput import throughput_text
+from recipes.reporting.verdict import ALARMS, DEFINITION
 
 
 def page(report: dict[str, Any], labels: dict[str, str], *, title: str) -> str:

@@ -14,8 +14,8 @@ import torch
 from recipes.config import Config
 from recipes.errors import RecipeError
 from recipes.learners import Learners
-from recipes.run_folder import new_run_folder
-from recipes.run_log import RunLog
+from recipes.run.folder import new_run_folder
+from recipes.run.log import RunLog
 from rzero.checkpoint import Checkpointer, CheckpointError, RNGState, TrainingState
 
 KEPT = 2  # checkpoints, beside the best one

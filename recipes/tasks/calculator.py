@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from recipes.task_sources import Tasks
-from recipes.tasks import Problem
+from recipes.tasks.reasoning import Problem
+from recipes.tasks.sources import Tasks
 from rzero.collectors import Prompt, Step
 
 CALL = "="  # The token that ends a turn and asks for the value.

@@ -12,8 +12,8 @@ from typing import Any, final
 import numpy as np
 
 from recipes.errors import RecipeError
-from recipes.math_verifier import MathVerifier
-from recipes.tasks import HELD_OUT_OFFSET, Problem
+from recipes.tasks.math_verifier import MathVerifier
+from recipes.tasks.reasoning import HELD_OUT_OFFSET, Problem
 
 
 def read_problems(path: Path) -> list[Problem]:

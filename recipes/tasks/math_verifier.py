@@ -71,7 +71,7 @@ class MathVerifier:
             self._end()
 
     def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "recipes.math_verifier"]
+        command = [sys.executable, "-m", "recipes.tasks.math_verifier"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._finalizer = weakref.finalize(self, _kill, process)
         return process

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from recipes.simulate_cluster import Cluster
-from recipes.simulate_studies import Row
+from recipes.simulation.cluster import Cluster
+from recipes.simulation.studies import Row
 
 PUBLISHED_LAG = 10.5
 PUBLISHED_SPEED_UP = 2.40

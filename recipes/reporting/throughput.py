@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes.report_table import table
+from recipes.reporting.table import table
 
 
 def throughput_text(found: dict[str, Any]) -> str:
@@ -85,9 +85,9 @@ def _simulated(found: dict[str, Any]) -> list[str]:
     head.append("learner trains")
     return [
         f"### Simulated: {found['small_gpus']} GPUs",
-        "Speeds and lengths are assumptions (`recipes/simulate_cluster.py`), not measurements. The published "
-        f"{found['published']:.2f}x over synchronous is met at these splits, by the spread of the lengths "
-        "(cv: standard deviation over mean):",
+        "Speeds and lengths are assumptions (`recipes/simulation/cluster.py`), not measurements. The "
+        f"published {found['published']:.2f}x over synchronous is met at these splits, by the spread of the "
+        "lengths (cv: standard deviation over mean):",
         table(["cv of lengths", "nominal lag", f"GPUs of {found['small_gpus']} that learn"], crossings),
         "Over all splits the speed-up is",
         table(["cv of lengths", "nominal lag", "speed-up"], ranges),

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from recipes.math_problems import MathTasks
-from recipes.tasks import Problem, ReasoningTasks
+from recipes.tasks.math_problems import MathTasks
+from recipes.tasks.reasoning import Problem, ReasoningTasks
 
 
 class Tasks(Protocol):

@@ -18,8 +18,8 @@ from torchrl.record.loggers import CSVLogger, Logger, TensorboardLogger
 from tqdm import tqdm
 
 from recipes.errors import RecipeError
-from recipes.run_folder import new_run_folder, write_config
-from recipes.summary import summary_text
+from recipes.run.folder import new_run_folder, write_config
+from recipes.run.summary import summary_text
 from rzero.audit import AuditReport
 from rzero.buffers import PackedBatch
 from rzero.collectors import AsyncRolloutCollector, LagReport, Scheduler, Simulation, WorkloadMeter, simulate
@@ -249,7 +249,7 @@ class RunLog:
 
     def finish(self) -> dict[str, Any]:
         """Write ``summary.json`` and the figures, print the summary and return it."""
-        from recipes.figures import draw_run
+        from recipes.run.figures import draw_run
 
         self._bar.close()
         prediction = self.prediction()

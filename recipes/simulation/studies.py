@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from recipes.simulate_cluster import Cluster, Split
+from recipes.simulation.cluster import Cluster, Split
 from rzero.collectors.scheduler import (
     CreditScheduler,
     Scheduler,

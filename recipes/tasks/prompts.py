@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, final
 
-from recipes.task_sources import Tasks
-from recipes.tasks import Problem
+from recipes.tasks.reasoning import Problem
+from recipes.tasks.sources import Tasks
 from recipes.tiny_model import encode_prompts
 from rzero.collectors import Prompt
 

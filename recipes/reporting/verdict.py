@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes.report_data import Run, method_fields
+from recipes.reporting.data import Run, method_fields
 
 OF_BEST, OF_SYNCHRONOUS, COLLAPSE = 2.0, 3.0, 10.0  # points of held-out accuracy
 SLACK = 1e-9  # of a point: shares of responses do not add up to the last bit

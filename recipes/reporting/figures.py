@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from recipes.report_data import Run
-from recipes.report_verdict import curve_of
+from recipes.reporting.data import Run
+from recipes.reporting.verdict import curve_of
 
 PANELS = {
     "reward": "training reward",

@@ -1,0 +1,1 @@
+"""Problems, what a model reads of them, and how its answers are rewarded."""
