@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+WORTH_A_CALL = 512  # padded tokens, from which on another call of the model is worth it
 
 
 def causal_lm_log_probs(
@@ -31,7 +34,9 @@ def causal_lm_log_probs(
         mask: bool [N]; tokens to score. Never the first token of a row, which nothing precedes.
         temperature: Greater than 0; the logits are divided by it, as in the sampler.
         prompt_length: int [B] >= 1; if given, keys and values of equal prompts are computed once and shared
-            by their rows, and no token of a prompt is scored. None computes every row alone.
+            by their rows, no token of a prompt is scored, and rows of very different lengths are not padded
+            to one: the model is called once for each batch of like rows. None computes every row alone, in
+            one call, as FSDP2 needs it.
         log_softmax: Over the last dimension of float32 [M, V]; pass the one that the sampler uses.
 
     Returns:
@@ -57,21 +62,34 @@ def causal_lm_log_probs(
         what = "the first token of a row" if prompt_length is None else "every token of a prompt"
         raise ValueError(f"causal_lm_log_probs: mask must be False at {what}, got True")
 
-    rows = _pad(token_ids, starts, lengths)
-    prefixes, which = _distinct_prefixes(rows, skipped)
+    prefixes, which = _distinct_prefixes(_pad(token_ids, starts, lengths), skipped)
     past = _prefill(model, prefixes) if prefixes else None
-    tails = _pad(token_ids, starts + skipped, lengths - skipped)
-    logits = _forward_tails(model, tails, lengths - skipped, skipped, past, which)
+    first, size = starts + skipped, lengths - skipped  # of the rows' ends, which are computed row by row
+    places, log_probs, entropies = [], [], []
+    for rows in [slice(None)] if prompt_length is None else _batches_of_like_length(size):
+        tails = _pad(token_ids, first[rows], size[rows])
+        logits = _forward_tails(model, tails, size[rows], skipped[rows], past, which[rows])
+        row, column = _pad(mask, first[rows], size[rows]).nonzero(as_tuple=True)
+        scores = log_softmax(logits[row, column - 1].float() / temperature)
+        places.append(first[rows][row] + column)
+        log_probs.append(scores.gather(-1, tails[row, column, None])[:, 0])
+        with torch.no_grad():
+            probabilities = scores.exp()
+            entropies.append(-torch.where(probabilities > 0, probabilities * scores, 0.0).sum(-1))
+    where, empty = (torch.cat(places),), log_probs[0].new_zeros(len(mask))
+    return empty.index_put(where, torch.cat(log_probs)), empty.index_put(where, torch.cat(entropies))
 
-    row, column = _pad(mask, starts + skipped, lengths - skipped).nonzero(as_tuple=True)
-    scores = log_softmax(logits[row, column - 1].float() / temperature)
-    selected = scores.gather(-1, tails[row, column, None])[:, 0]
-    with torch.no_grad():
-        probabilities = scores.exp()
-        entropy = -torch.where(probabilities > 0, probabilities * scores, 0.0).sum(-1)
-    where = mask.nonzero()[:, 0]
-    empty = selected.new_zeros(len(mask))
-    return empty.index_put((where,), selected), empty.index_put((where,), entropy)
+
+def _batches_of_like_length(lengths: Tensor) -> list[Tensor]:
+    """Rows by falling length, cut where that saves the most padding, as long as it saves enough."""
+
+    def cut(rows: Tensor) -> list[Tensor]:
+        sizes = lengths[rows]
+        saved = torch.arange(len(rows), 0, -1, device=rows.device) * (sizes[0] - sizes)
+        best = int(saved.argmax())
+        return [rows] if saved[best] < WORTH_A_CALL else [*cut(rows[:best]), *cut(rows[best:])]
+
+    return cut(lengths.argsort(descending=True, stable=True))
 
 
 def _pad(values: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
@@ -110,6 +128,8 @@ def _forward_tails(
     real = column < lengths[:, None]
     if past is None:
         return model(input_ids=tails, attention_mask=real.long(), use_cache=False).logits
+    past = copy.copy(past)  # of the list; the tensors are shared
+    past.layers = [copy.copy(layer) for layer in past.layers]
     past.batch_select_indices(which)
     cached = torch.arange(past.get_seq_length(), device=tails.device) < skipped[:, None]
     return model(

@@ -2,6 +2,7 @@ import pytest
 import torch
 import transformers
 
+from rzero.kernels import causal_lm
 from rzero.kernels.causal_lm import causal_lm_log_probs
 
 
@@ -47,9 +48,11 @@ def row_by_row(model, temperature):
     return torch.cat(log_probs), torch.cat(entropies)
 
 
+@pytest.mark.parametrize("worth", [1, 512])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_values_and_gradients_are_those_of_rows_computed_alone(shared, implementation):
+def test_values_and_gradients_are_those_of_rows_computed_alone(shared, implementation, worth, monkeypatch):
+    monkeypatch.setattr(causal_lm, "WORTH_A_CALL", worth)
     model = llama()
     model.set_attn_implementation(implementation)
     ids, cu_seqlens, mask, prompt_length = packed()
@@ -68,16 +71,31 @@ def test_values_and_gradients_are_those_of_rows_computed_alone(shared, implement
     assert not entropies.requires_grad
 
 
-def test_equal_prompts_are_computed_once():
-    model = llama()
-    tokens = []
+def shapes_of_calls(**shared):
+    model, shapes = llama(), []
     model.register_forward_pre_hook(
-        lambda m, args, kwargs: tokens.append(kwargs["input_ids"].shape), with_kwargs=True
+        lambda m, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
     )
     ids, cu_seqlens, mask, prompt_length = packed()
+    prompt_length = prompt_length if shared["shared"] else None
     causal_lm_log_probs(model, ids, cu_seqlens, mask, temperature=1.0, prompt_length=prompt_length)
+    return shapes
+
+
+def test_equal_prompts_are_computed_once():
     # Beginnings without their last tokens: [1, 4, 6, 9], [], [5, 5], [1]; the ends hold 1 + 5 tokens at most.
-    assert tokens == [(4, 4), (6, 6)]
+    assert shapes_of_calls(shared=True) == [(4, 4), (6, 6)]
+
+
+def test_rows_of_like_length_are_computed_together(monkeypatch):
+    # The ends hold 3, 5, 2, 4, 3, 6 tokens, by falling length 6, 5, 4, 3, 3, 2. A cut before the second saves
+    # 5 x 1 tokens, before the third 4 x 2, the fourth 3 x 3, the fifth 2 x 3, the sixth 1 x 4: the fourth.
+    monkeypatch.setattr(causal_lm, "WORTH_A_CALL", 9)
+    assert shapes_of_calls(shared=True) == [(4, 4), (3, 6), (3, 3)]
+    monkeypatch.setattr(causal_lm, "WORTH_A_CALL", 10)
+    assert shapes_of_calls(shared=True) == [(4, 4), (6, 6)]
+    monkeypatch.setattr(causal_lm, "WORTH_A_CALL", 1)
+    assert shapes_of_calls(shared=False) == [(6, 7)]  # one call, as FSDP2 needs it
 
 
 def test_tokens_of_other_turns_are_not_scored():
