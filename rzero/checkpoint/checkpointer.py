@@ -91,7 +91,8 @@ class Checkpointer:
 
         Raises:
             CheckpointError: If this save, or the one before, failed, or a future did not end in 10 minutes.
-            TypeError: If a state holds something else than tensors and what JSON can tell.
+            TypeError: If a state holds something else than tensors and what JSON can tell; of a future, the
+                next save or ``wait`` raises it.
         """
         staged = _staged("all", state) | _staged(f"rank{self._rank}", rank_state or {})
         self.wait()

@@ -71,13 +71,13 @@ def test_values_and_gradients_are_those_of_rows_computed_alone(shared, implement
     assert not entropies.requires_grad
 
 
-def shapes_of_calls(**shared):
+def shapes_of_calls(*, shared):
     model, shapes = llama(), []
     model.register_forward_pre_hook(
         lambda m, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
     )
     ids, cu_seqlens, mask, prompt_length = packed()
-    prompt_length = prompt_length if shared["shared"] else None
+    prompt_length = prompt_length if shared else None
     causal_lm_log_probs(model, ids, cu_seqlens, mask, temperature=1.0, prompt_length=prompt_length)
     return shapes
 
