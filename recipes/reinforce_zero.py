@@ -93,8 +93,7 @@ def compute_gradients(
     objective = OBJECTIVES[config.objective]
     share = learners.share(batch, group_size=config.group_size)
     advantages = objective.advantages(share, batch, config.group_size)
-    # Each prompt is computed once for its group, but FSDP2 and recomputation allow no cache: each row alone.
-    cached = learners.size == 1 and not config.recompute_activations
+    alone = learners.size > 1  # FSDP2 needs as many calls of the model in every learner
     parts = learners.micro_batches(
         batch, share, group_size=config.group_size, tokens=config.micro_batch_tokens
     )
@@ -107,7 +106,7 @@ def compute_gradients(
                 part.cu_seqlens,
                 part.response_mask,
                 temperature=config.temperature,
-                prompt_length=part.prompt_length if cached else None,
+                prompt_length=None if alone else part.prompt_length,
                 log_softmax=policy.kernels.log_softmax,
             )
             if config.nominal_lag == 0 and config.kernels == "exact":

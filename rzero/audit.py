@@ -38,7 +38,7 @@ class AuditReport:
         tokens: Sampled tokens that were compared.
         left_out: Sampled tokens that were not, because other weights drew them or their history.
         mismatching: Compared tokens whose recorded log-probability differs in any bit from one of those that
-            were recomputed: over whole rows, and with the keys and values of equal prompts computed once.
+            were recomputed: over whole rows, and with equal prompts computed once for all their rows.
         max_abs: Largest |difference|, in nats.
         max_ulp: Largest distance in units in the last place of float32.
         kl: Mean of exp(d) - 1 - d over the compared tokens, d = recomputed - recorded: an estimate of the

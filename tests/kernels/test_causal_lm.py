@@ -2,7 +2,8 @@ import pytest
 import torch
 import transformers
 
-from rzero.kernels import causal_lm
+from rzero.kernels import causal_lm, log_softmax
+from rzero.kernels.align import align
 from rzero.kernels.causal_lm import causal_lm_log_probs
 
 
@@ -23,7 +24,7 @@ def llama(**settings):
 
 
 PROMPTS = [[1, 4, 6, 9, 2], [3], [1, 4, 6, 9, 2], [5, 5, 7], [3], [1, 4]]
-RESPONSES = [[7, 8], [9, 10, 11, 12], [7], [13, 14, 15], [9, 9], [2, 2, 2, 2, 2]]
+RESPONSES = [[7, 8], [9, 10, 11, 12], [7], [13, 14, 15], [8, 9], [2, 2, 2, 2, 2]]
 
 
 def packed():
@@ -48,11 +49,14 @@ def row_by_row(model, temperature):
     return torch.cat(log_probs), torch.cat(entropies)
 
 
-@pytest.mark.parametrize("worth", [1, 512])
+@pytest.mark.parametrize(("worth", "tree"), [(1, 3), (512, 0), (512, 128)])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_values_and_gradients_are_those_of_rows_computed_alone(shared, implementation, worth, monkeypatch):
+def test_values_and_gradients_are_those_of_rows_computed_alone(
+    shared, implementation, worth, tree, monkeypatch
+):
     monkeypatch.setattr(causal_lm, "WORTH_A_CALL", worth)
+    monkeypatch.setattr(causal_lm, "TREE_TOKENS", tree)
     model = llama()
     model.set_attn_implementation(implementation)
     ids, cu_seqlens, mask, prompt_length = packed()
@@ -71,8 +75,8 @@ def test_values_and_gradients_are_those_of_rows_computed_alone(shared, implement
     assert not entropies.requires_grad
 
 
-def shapes_of_calls(*, shared):
-    model, shapes = llama(), []
+def shapes_of_calls(model=None, *, shared=True):
+    model, shapes = model or llama(), []
     model.register_forward_pre_hook(
         lambda m, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
     )
@@ -83,19 +87,68 @@ def shapes_of_calls(*, shared):
 
 
 def test_equal_prompts_are_computed_once():
-    # Beginnings without their last tokens: [1, 4, 6, 9], [], [5, 5], [1]; the ends hold 1 + 5 tokens at most.
-    assert shapes_of_calls(shared=True) == [(4, 4), (6, 6)]
+    # Prompts of 5, 1, 3 and 2 tokens; responses of 2 and 1, 4 and 2, 3, 5, all but their last tokens.
+    assert shapes_of_calls() == [(4, max(5 + 1 + 0, 1 + 3 + 1, 3 + 2, 2 + 4))]
+
+
+def test_long_responses_are_not_put_behind_one_prompt(monkeypatch):
+    monkeypatch.setattr(causal_lm, "TREE_TOKENS", 3)
+    assert shapes_of_calls() == [(5, 6)]  # the 3 + 1 tokens of the second prompt's responses are too many
+
+
+@pytest.mark.parametrize("cannot", ["eager", "window"])
+def test_attention_that_takes_no_such_mask_computes_rows_alone(cannot):
+    model = llama()
+    if cannot == "eager":
+        model.set_attn_implementation("eager")
+    else:
+        model.config.sliding_window = 4
+    assert shapes_of_calls(model) == [(6, 7)]
 
 
 def test_rows_of_like_length_are_computed_together(monkeypatch):
-    # The ends hold 3, 5, 2, 4, 3, 6 tokens, by falling length 6, 5, 4, 3, 3, 2. A cut before the second saves
-    # 5 x 1 tokens, before the third 4 x 2, the fourth 3 x 3, the fifth 2 x 3, the sixth 1 x 4: the fourth.
-    monkeypatch.setattr(causal_lm, "WORTH_A_CALL", 9)
-    assert shapes_of_calls(shared=True) == [(4, 4), (3, 6), (3, 3)]
-    monkeypatch.setattr(causal_lm, "WORTH_A_CALL", 10)
-    assert shapes_of_calls(shared=True) == [(4, 4), (6, 6)]
+    # Rows alone, but the last tokens: 6, 4, 5, 5, 2, 6; by falling length 6, 6, 5, 5, 4, 2. A cut before the
+    # third saves 4 x 1 tokens, before the fifth 2 x 2; then 5, 5, 4, 2: a cut before the last 1 x 3.
+    monkeypatch.setattr(causal_lm, "TREE_TOKENS", 0)
+    monkeypatch.setattr(causal_lm, "WORTH_A_CALL", 3)
+    assert shapes_of_calls() == [(2, 6), (3, 5), (1, 2)]
+    monkeypatch.setattr(causal_lm, "WORTH_A_CALL", 4)
+    assert shapes_of_calls() == [(2, 6), (4, 5)]
+    monkeypatch.setattr(causal_lm, "WORTH_A_CALL", 5)
+    assert shapes_of_calls() == [(6, 6)]
     monkeypatch.setattr(causal_lm, "WORTH_A_CALL", 1)
     assert shapes_of_calls(shared=False) == [(6, 7)]  # one call, as FSDP2 needs it
+
+
+@pytest.mark.parametrize("tree", [0, 3, 128])
+def test_exact_kernels_give_a_row_the_same_bits_alone_and_behind_a_shared_prompt(tree, monkeypatch):
+    monkeypatch.setattr(causal_lm, "TREE_TOKENS", tree)
+    model = llama().float()
+    align(model)
+    ids, cu_seqlens, mask, prompt_length = packed()
+    alone, shared = (
+        causal_lm_log_probs(
+            model, ids, cu_seqlens, mask, temperature=0.7, prompt_length=prompts, log_softmax=log_softmax
+        )[0]
+        for prompts in (None, prompt_length)
+    )
+    assert torch.equal(alone, shared) and alone.abs().sum() > 0
+
+
+def test_recomputing_activations_changes_no_gradient():
+    ids, cu_seqlens, mask, prompt_length = packed()
+    grads = []
+    for recompute in (False, True):
+        model = llama()
+        if recompute:
+            model.gradient_checkpointing_enable()
+            model.train()  # or nothing is recomputed
+        log_probs, _ = causal_lm_log_probs(
+            model, ids, cu_seqlens, mask, temperature=1.0, prompt_length=prompt_length
+        )
+        grads.append(torch.autograd.grad(log_probs.sum(), list(model.parameters())))
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_tokens_of_other_turns_are_not_scored():
