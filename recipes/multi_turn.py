@@ -51,6 +51,8 @@ class Config:
     """Groups in an update."""
     group_size: int = 8
     """Trajectories per prompt, at least 2."""
+    max_slots: int = 512
+    """Trajectories that a sampler works on together at most."""
     max_turns: int = 4
     """Most turns of a trajectory."""
     max_new_tokens: int = 48
@@ -84,7 +86,7 @@ def learn(config: Config, learners: Learners, channels: Channels) -> dict[str, A
         seed=config.seed, held_out=config.held_out, warm_up_steps=config.warm_up_steps
     )
     model = policy.model
-    engines = start_samplers(policy, channels, max_slots=config.prompts_per_update * config.group_size)
+    engines = start_samplers(policy, channels, max_slots=config.max_slots)
     WeightPublisher(engines).publish(named_weights(model), version=0)
     interaction = MultiTurn(lambda: Calculator(policy.tokenizer, policy.tasks), max_turns=config.max_turns)
 

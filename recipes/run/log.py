@@ -34,8 +34,8 @@ class RunLog:
     """Writes one run's measurements as they come and sums them up at the end.
 
     Args:
-        config: A dataclass with ``runs``, ``nominal_lag``, ``updates`` and ``tensorboard``; saved as
-            ``config.json``.
+        config: A dataclass with ``runs``, ``nominal_lag``, ``updates``, ``tensorboard`` and ``max_slots``;
+            saved as ``config.json``.
         collector: Where the batches come from; it is asked how busy the samplers are.
         scheduler: Makes a fresh scheduler of the run's kind, for the prediction.
         folder: The run's own; None makes one.
@@ -62,7 +62,7 @@ class RunLog:
         self._diagnostics: ImportanceDiagnostics | None = None
         self._wait = self._wait_seconds = self._evaluation_seconds = 0.0
         self.collector, self._scheduler = collector, scheduler
-        self._meter = WorkloadMeter()
+        self._meter, self._slots = WorkloadMeter(), config.max_slots
         # Seconds from a publish to the next batch.
         self._leads: deque[float] = deque(maxlen=PREDICTED_UPDATES)
         self._busy_start, self._busy_in_evaluation = collector.busy_seconds(), 0.0
@@ -238,10 +238,13 @@ class RunLog:
         """What the run's own timings predict: a fresh scheduler of its kind under a virtual clock."""
         publisher = self.collector.publisher
         lead = sum(self._leads) / max(1, len(self._leads))
+        submit_seconds, reward_seconds = self.collector.seconds_outside()
         workload = self._meter.workload(
             engines=len(self.collector.engines),
             publish_seconds=max(0.0, publisher.mean_seconds() - lead),  # as the simulated one begins later
-            reward_seconds=self.collector.seconds_outside(),
+            submit_seconds=submit_seconds,
+            reward_seconds=reward_seconds,
+            engine_slots=self._slots,
         )
         if self._updates < PREDICTED_UPDATES:  # The run's own beginning is a part of what it measured.
             return simulate(self._scheduler(), workload, updates=self._updates, warmup=0)

@@ -231,8 +231,8 @@ class AsyncRolloutCollector(BaseCollector):
         """How long an engine has been sampling so far, in seconds, mean over those that live."""
         return self._pool.busy_seconds()
 
-    def seconds_outside(self) -> float:
-        """How long a group is on the way between processes or being rewarded, in seconds, mean so far."""
+    def seconds_outside(self) -> tuple[float, float]:
+        """How long a group is on the way to its engine, and on the way back with its rewards: mean seconds."""
         return self._loop.sampler.seconds_outside()
 
     def shutdown(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
-from rzero.collectors.engine import EngineLost
+from rzero.collectors.engine import Clock, EngineLost
 from rzero.collectors.engine_pool import EnginePool
 from rzero.collectors.failures import GroupFailed
 from rzero.collectors.interaction import GroupPlayer, GroupRequest
@@ -57,16 +56,18 @@ class GroupSampler:
         self._accept, self._fail = accept, fail
         self._group_size, self._max_new_tokens, self.seed = group_size, max_new_tokens, seed
         self._groups: dict[int, _Group] = {}
-        self._outside_ns = self._accepted = 0
+        self._clock = Clock()
+        self._before_ns = self._after_ns = self._accepted = 0
 
     @property
     def prompt_ids(self) -> dict[int, int]:
         """The prompts of the groups that are being sampled or rewarded, by ticket."""
         return {ticket: group.request.prompt.prompt_id for ticket, group in self._groups.items()}
 
-    def seconds_outside(self) -> float:
-        """Mean time that a complete group spent outside of its engine, on the way and for rewards."""
-        return self._outside_ns * 1e-9 / max(1, self._accepted)
+    def seconds_outside(self) -> tuple[float, float]:
+        """Mean time that a complete group spent on the way to its engine, and after it until it was here."""
+        accepted = 1e9 * max(1, self._accepted)
+        return self._before_ns / accepted, self._after_ns / accepted
 
     def start(self, ticket: int, prompt: Prompt) -> None:
         """Have the engine with the least to do sample a group."""
@@ -77,7 +78,7 @@ class GroupSampler:
             max_new_tokens=self._max_new_tokens,
             seed=self.seed,
         )
-        self._groups[ticket] = _Group(request, time.monotonic_ns())
+        self._groups[ticket] = _Group(request, self._clock.now_ns())
         self._sample(request)
 
     def _sample(self, request: GroupRequest) -> None:
@@ -102,7 +103,12 @@ class GroupSampler:
         except EngineLost as error:
             self._pool.lose(engine, error)
             return self._sample(request)
-        sampling_ns = int(fields["t_done_ns"].max() - fields["t_submit_ns"].min())
-        self._outside_ns += time.monotonic_ns() - self._groups.pop(ticket).started_ns - sampling_ns
+        started_ns, now_ns = self._groups.pop(ticket).started_ns, self._clock.now_ns()
+        submit_ns, done_ns = int(fields["t_submit_ns"].min()), int(fields["t_done_ns"].max())
+        # The engine's clock may be another machine's: only the sum of both ways is sure.
+        outside_ns = now_ns - started_ns - (done_ns - submit_ns)
+        before_ns = min(max(0, submit_ns - started_ns), outside_ns)
+        self._before_ns += before_ns
+        self._after_ns += outside_ns - before_ns
         self._accepted += 1
         self._accept(ticket, fields)

@@ -1,5 +1,6 @@
 """From what a run measured of itself to the `Workload` that predicts it."""
 
+import heapq
 from collections import deque
 from collections.abc import Mapping
 from itertools import pairwise
@@ -21,8 +22,8 @@ POINTS = 8  # instants of a response's life at which the sequences beside it are
 class WorkloadMeter:
     """Keeps the timings of the newest batches and makes a `Workload` of them.
 
-    Responses live from their submission to their last token, so what an engine does before the first token
-    counts as sampling: a response waits for a slot at the cost of its rate.
+    A response lives from its submission to its last token, so that what an engine does before the first token
+    counts as sampling; but the time in which it waits for a slot is the simulated engine's to find again.
 
     Args:
         batches: How many of the newest batches are kept.
@@ -71,13 +72,23 @@ class WorkloadMeter:
         self._train_seconds = deque(state_dict["train_seconds"], maxlen=self._train_seconds.maxlen)
         self._group_size = state_dict["group_size"]
 
-    def workload(self, *, engines: int, publish_seconds: float, reward_seconds: float = 0.0) -> Workload:
+    def workload(
+        self,
+        *,
+        engines: int,
+        publish_seconds: float,
+        submit_seconds: float = 0.0,
+        reward_seconds: float = 0.0,
+        engine_slots: int | None = None,
+    ) -> Workload:
         """What was measured: lengths and rates of the engines, mean time of an update.
 
         Args:
             engines: Number of engines, which shared the responses evenly.
             publish_seconds: Mean time of a publish, which overlaps with the next update.
+            submit_seconds: Mean time of a group on the way to its engine.
             reward_seconds: Mean time from a group's last token to its rewards.
+            engine_slots: Sequences that one engine decodes together at most; None: no limit.
 
         Raises:
             RuntimeError: If no batch was measured.
@@ -90,24 +101,38 @@ class WorkloadMeter:
         train_seconds = float(np.mean(self._train_seconds))
         return Workload(
             length_law=empirical_length(lengths),
-            rate_law=_rate_law(submit, done, lengths, engines),
+            rate_law=_rate_law(_slot_times(submit, done, engines, engine_slots), done, lengths, engines),
             train_seconds=lambda tokens: train_seconds,
             group_size=self._group_size,
             engines=engines,
+            engine_slots=engine_slots,
             publish_seconds=publish_seconds,
             overlap_publish=True,
+            submit_seconds=submit_seconds,
             reward_seconds=reward_seconds,
         )
 
 
-def _rate_law(submit: np.ndarray, done: np.ndarray, lengths: np.ndarray, engines: int) -> RateLaw:
+def _slot_times(submit: np.ndarray, done: np.ndarray, engines: int, slots: int | None) -> np.ndarray:
+    """When each response got a slot: first come, first served, as soon as one that had one was done."""
+    if slots is None:
+        return submit
+    start, held = submit.copy(), []
+    for index in np.argsort(submit, kind="stable"):
+        if len(held) == slots * engines:
+            start[index] = max(start[index], heapq.heappop(held))
+        heapq.heappush(held, done[index])
+    return start
+
+
+def _rate_law(start: np.ndarray, done: np.ndarray, lengths: np.ndarray, engines: int) -> RateLaw:
     """Tokens per second of a sequence against the sequences on its engine, from times in seconds."""
     # At the ends of the record some of the sequences beside a response are not in it.
     first, last = np.quantile(done, (1 / 3, 2 / 3))
     inner = (done >= first) & (done <= last)
-    seconds = np.maximum(done - submit, 1e-9)[inner]
-    instants = submit[inner, None] + seconds[:, None] * (np.arange(POINTS) + 0.5) / POINTS
-    alive = np.searchsorted(np.sort(submit), instants, "right") - np.searchsorted(
+    seconds = np.maximum(done - start, 1e-9)[inner]
+    instants = start[inner, None] + seconds[:, None] * (np.arange(POINTS) + 0.5) / POINTS
+    alive = np.searchsorted(np.sort(start), instants, "right") - np.searchsorted(
         np.sort(done), instants, "right"
     )
     concurrency = alive.mean(axis=1) / engines

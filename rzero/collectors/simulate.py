@@ -40,6 +40,7 @@ class Workload:
             done before, only the newest weights are sent.
         evaluate_every: Every so many versions the engines do nothing but an evaluation; 0: never.
         evaluation_seconds: How long an evaluation takes.
+        submit_seconds: From the start of a group until its engine has it.
         reward_seconds: From the last token of a group until its rewards are there.
         filter_probability: Part of the complete groups that is filtered out.
         fail_probability: Part of the complete groups that fails, e.g. because the reward timed out.
@@ -59,6 +60,7 @@ class Workload:
     overlap_publish: bool = False
     evaluate_every: int = 0
     evaluation_seconds: float = 0.0
+    submit_seconds: float = 0.0
     reward_seconds: float = 0.0
     filter_probability: float = 0.0
     fail_probability: float = 0.0
@@ -68,7 +70,7 @@ class Workload:
     def __post_init__(self) -> None:
         """Refuses what no machine can do."""
         least = {"group_size": 1, "engines": 1, "publish_seconds": 0, "evaluate_every": 0}
-        least |= {"evaluation_seconds": 0, "reward_seconds": 0, "repair_seconds": 0}
+        least |= {"evaluation_seconds": 0, "submit_seconds": 0, "reward_seconds": 0, "repair_seconds": 0}
         for name, bound in least.items():
             if not getattr(self, name) >= bound:
                 raise ValueError(f"Workload: {name} must be at least {bound}, got {getattr(self, name)}")

@@ -38,14 +38,15 @@ class VirtualEngine:
         self._rates: dict[int, float] = {}
         self._holds = 0
         self._ends: list[tuple[float, int, float]] = []  # (drawn at the end, ticket, drawn at the start)
+        self._coming: dict[int, list[int]] = {}  # lengths by ticket
         self._waiting: deque[tuple[int, int]] = deque()  # (ticket, length)
         self._swap_drawn = [0.0]
         self._swap_version = [version]
 
     @property
     def load(self) -> int:
-        """Responses on the engine, drawn or waiting."""
-        return len(self._ends) + len(self._waiting)
+        """Responses that the engine has to do, drawn, waiting or on their way."""
+        return len(self._ends) + len(self._waiting) + sum(map(len, self._coming.values()))
 
     def advance(self, now: float) -> None:
         """Lets time pass until `now`; nothing may end in between."""
@@ -71,6 +72,15 @@ class VirtualEngine:
         """Begins one response of a ticket, now or when a slot is free."""
         self._waiting.append((ticket, length))
         self._fill()
+
+    def announce(self, ticket: int, lengths: list[int]) -> None:
+        """Has the responses of a ticket on their way to the engine."""
+        self._coming[ticket] = lengths
+
+    def receive(self, ticket: int) -> None:
+        """Begins the responses of a ticket that was announced, unless the engine has failed since."""
+        for length in self._coming.pop(ticket, []):
+            self.start(ticket, length)
 
     def pop_ended(self) -> list[tuple[int, list[int], list[int]]]:
         """Removes the responses that end now, at a time given by `next_end`.
@@ -104,8 +114,10 @@ class VirtualEngine:
         """Goes down and loses all it had; returns the tickets, each once."""
         self.up = False
         tickets = {ticket for _, ticket, _ in self._ends} | {ticket for ticket, _ in self._waiting}
+        tickets |= self._coming.keys()
         self._ends.clear()
         self._waiting.clear()
+        self._coming.clear()
         return sorted(tickets)
 
     def repair(self, version: int) -> None:

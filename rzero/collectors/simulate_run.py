@@ -172,10 +172,17 @@ class SimulatedRun:
             self._lengths = iter(drawn.reshape(BLOCK, -1).tolist())
             lengths = next(self._lengths)
         engine = self._touch(index)
-        for length in lengths:
-            engine.start(ticket, length)
+        engine.announce(ticket, lengths)
         self._groups[ticket] = Group(waiting_for=len(lengths))
         heapq.heappush(self._loads, (engine.load, index))
+        if self.workload.submit_seconds:
+            self._at(self._now + self.workload.submit_seconds, partial(self._receive, ticket, index))
+        else:
+            engine.receive(ticket)
+
+    def _receive(self, ticket: int, index: int) -> None:
+        self._touch(index).receive(ticket)
+        self._settle()
 
     def _end(self, index: int, time: float) -> None:
         if time != self._planned[index]:

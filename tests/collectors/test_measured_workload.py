@@ -12,19 +12,23 @@ GROUP = 4
 STEP, PER_SEQUENCE = 0.004, 0.0002  # seconds of a decoding step with n sequences: STEP + n * PER_SEQUENCE
 
 
-def played(batches: list[list[int]], *, start: list[float]) -> list[PackedBatch]:
+def played(batches: list[list[int]], *, start: list[float], slots: int = 10**6) -> list[PackedBatch]:
     """Batches of responses of given lengths, each submitted at a given second, as an engine times them."""
     clock, waiting = 0.0, sorted(range(len(batches)), key=start.__getitem__)
+    queued: list[tuple[int, int]] = []  # for a slot
     alive: dict[tuple[int, int], int] = {}
     submit: dict[tuple[int, int], float] = {}
     done: dict[tuple[int, int], float] = {}
-    while waiting or alive:
-        if not alive:
+    while waiting or queued or alive:
+        if not alive and not queued:
             clock = max(clock, start[waiting[0]])
         while waiting and start[waiting[0]] <= clock:
             batch = waiting.pop(0)
-            alive |= {(batch, row): length for row, length in enumerate(batches[batch])}
+            queued += [(batch, row) for row in range(len(batches[batch]))]
             submit |= {(batch, row): clock for row in range(len(batches[batch]))}
+        while queued and len(alive) < slots:
+            batch, row = queued.pop(0)
+            alive[batch, row] = batches[batch][row]
         clock += STEP + len(alive) * PER_SEQUENCE
         alive = {key: left - 1 for key, left in alive.items()}
         done |= {key: clock for key, left in alive.items() if left == 0}
@@ -63,6 +67,19 @@ def test_the_rates_of_an_engine_are_read_from_the_times_of_its_responses():
     assert drawn.mean() == pytest.approx(np.mean(lengths), rel=0.03)
     assert (workload.group_size, workload.engines, workload.publish_seconds) == (GROUP, 1, 0.05)
     assert workload.train_seconds(123) == pytest.approx(0.3)
+
+
+def test_waiting_for_a_slot_is_no_slow_sampling():
+    rng = np.random.default_rng(0)
+    lengths = rng.geometric(1 / 30, size=(60, 16)).tolist()
+    meter = WorkloadMeter(batches=60)
+    for batch in played(lengths, start=np.arange(0.0, 6.0, 0.1).tolist(), slots=32):  # more than it can do
+        meter.update(batch, train_seconds=0.3)
+    expected = 1 / (STEP + 32 * PER_SEQUENCE)
+    workload = meter.workload(engines=1, publish_seconds=0.0, engine_slots=32)
+    assert workload.rate_law(32) == pytest.approx(expected, rel=0.05) and workload.engine_slots == 32
+    endless = meter.workload(engines=1, publish_seconds=0.0)
+    assert endless.rate_law(32) < 0.5 * expected
 
 
 def test_only_the_newest_batches_count():

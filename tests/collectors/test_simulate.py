@@ -148,6 +148,7 @@ def test_no_token_is_older_than_the_strict_bound(nominal_lag):
         overlap_publish=True,
         evaluate_every=7,
         evaluation_seconds=3.0,
+        submit_seconds=0.2,
         reward_seconds=0.3,
         filter_probability=0.2,
         fail_probability=0.1,
@@ -178,6 +179,18 @@ def test_speed_up_over_synchronous_of_the_same_inputs():
     assert comparison.synchronous.step_seconds == pytest.approx(1.8)
     assert comparison.run.step_seconds == pytest.approx(1.0)
     assert comparison.speed_up == pytest.approx(1.8)
+
+
+def test_prompts_on_their_way_are_sampled_with_newer_weights():
+    # Updates end at 1, 2, ... s and let a batch start; it arrives 0.8 s later and is drawn for 0.4 s, half of
+    # it before the next update ends. Synchronously nothing else goes on meanwhile: 0.8 + 0.4 + 1.
+    workload = one_second_updates(response_updates=0.4, submit_seconds=0.8)
+    scheduler = CreditScheduler(nominal_lag=2, groups_per_batch=P, order=strict())
+    run = simulate(scheduler, workload, updates=20)
+    assert run.lag.means() == pytest.approx({"start": 2.0, "end": 1.0, "token_mean": 1.5}, abs=0.02)
+    scheduler = CreditScheduler(nominal_lag=0, groups_per_batch=P, order=strict())
+    run = simulate(scheduler, workload, updates=20)
+    assert run.step_seconds == pytest.approx(2.2) and run.lag.means()["token_mean"] == 0.0
 
 
 @pytest.mark.parametrize(

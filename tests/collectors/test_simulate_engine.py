@@ -75,6 +75,18 @@ def test_a_failed_engine_names_what_it_lost_once():
     assert engine.load == 0 and engine.next_end() == math.inf
 
 
+def test_what_is_on_its_way_is_work_to_do_and_lost_with_the_engine():
+    engine = VirtualEngine(rate_law=constant_rate(10.0), version=0)
+    engine.announce(3, [5, 7])
+    assert engine.load == 2 and engine.next_end() == math.inf
+    engine.receive(3)
+    assert engine.load == 2 and engine.next_end() == 0.5
+    engine.announce(8, [5])
+    assert engine.fail() == [3, 8]
+    engine.receive(8)
+    assert engine.load == 0 and engine.next_end() == math.inf
+
+
 ARRIVALS = st.lists(
     st.tuples(st.floats(0.0, 20.0), st.integers(1, 40)),
     min_size=1,
