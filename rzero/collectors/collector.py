@@ -232,7 +232,7 @@ class AsyncRolloutCollector(BaseCollector):
         return self._pool.busy_seconds()
 
     def seconds_outside(self) -> tuple[float, float]:
-        """How long a group is on the way to its engine, and on the way back with its rewards: mean seconds."""
+        """How long a group is on the way to its engine and back, with its rewards: mean seconds of each."""
         return self._loop.sampler.seconds_outside()
 
     def shutdown(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, final
 
 import torch
@@ -72,6 +75,8 @@ class WeightPublisher:
         self._done_callbacks: list[Callable[[Future[PublishReport]], object]] = []
         self._newest = max(self._held)
         self._last: Future[PublishReport] | None = None
+        self._room = threading.Semaphore(2)  # one publish under way, one that waits
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._model: nn.Module | None = None
         self._seconds: list[float] = []
 
@@ -102,7 +107,7 @@ class WeightPublisher:
     def publish_async(self, weights: nn.Module | Mapping[str, Tensor], version: int) -> Future[PublishReport]:
         """Copy the weights now and publish the copy in the background, so that the next update can begin.
 
-        At most one publish is under way: a second call waits for the first.
+        Publishes go one after the other. One may wait for another; a further call waits until it begins.
 
         Args:
             weights: The learner's model, or its weights as by ``named_weights``.
@@ -111,16 +116,27 @@ class WeightPublisher:
         Raises:
             ValueError: If the version does not increase.
         """
-        if self._last is not None:
-            self._last.exception()  # waits; whoever holds the future deals with an error in it
         self._require_newer(version)
+        self._room.acquire()
         started = time.perf_counter()
         named = named_weights(weights) if isinstance(weights, nn.Module) else weights
         copy = {name: tensor.clone() for name, tensor in named.items()}
-        self._last = _in_background(
-            lambda: self._publish(copy, version, started), f"publish-{version}", self._done_callbacks
-        )
-        return self._last
+        future = self._last = Future()
+        for callback in self._done_callbacks:
+            future.add_done_callback(callback)
+
+        def task() -> None:
+            try:
+                _resolve(future, partial(self._publish, copy, version, started))
+            finally:
+                self._room.release()
+
+        if self._tasks is None:
+            self._tasks = queue.SimpleQueue()
+            threading.Thread(target=_work_off, args=(self._tasks,), name="publish", daemon=True).start()
+            weakref.finalize(self, self._tasks.put, None)
+        self._tasks.put(task)
+        return future
 
     def add_done_callback(self, callback: Callable[[Future[PublishReport]], object]) -> None:
         """Call something after each publish in the background with its future, also when it failed."""
@@ -159,7 +175,7 @@ class WeightPublisher:
         wire = weights if self._wire_dtype is None else rounded(weights, self._wire_dtype)
         digests = weight_digests({name: wire[name].to(tensor.dtype) for name, tensor in weights.items()})
         swaps = {
-            index: _in_background(lambda e=engine: e.swap(version, wire, digests), f"swap-{index}-{version}")
+            index: _in_background(partial(engine.swap, version, wire, digests), f"swap-{index}-{version}")
             for index, engine in enumerate(self._engines)
             if index not in self._lost
         }
@@ -190,21 +206,23 @@ class WeightPublisher:
         return f"no acknowledgement within {self._timeout:g} s"
 
 
-def _in_background(
-    work: Callable[[], ResultT], name: str, callbacks: Sequence[Callable[[Future[ResultT]], object]] = ()
-) -> Future[ResultT]:
+def _work_off(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # or the next wait would keep what it publishes, and its publisher
+
+
+def _in_background(work: Callable[[], ResultT], name: str) -> Future[ResultT]:
     """Run work in a thread of its own that no exit of the process waits for."""
     future: Future[ResultT] = Future()
-    for callback in callbacks:
-        future.add_done_callback(callback)
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=_resolve, args=(future, work), name=name, daemon=True).start()
     return future
+
+
+def _resolve(future: Future[ResultT], work: Callable[[], ResultT]) -> None:
+    try:
+        result = work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,3 +1,5 @@
+import gc
+import threading
 import traceback
 
 import pytest
@@ -49,6 +51,31 @@ def test_a_background_publish_sends_the_weights_of_the_moment(make_engine):
     assert future.result().engine_versions == (1,)
     assert done == [future]
     assert torch.equal(sampler.lm_head.weight, llama(0).lm_head.weight)
+
+
+def test_a_publish_may_wait_for_another_and_a_third_call_for_it(make_engine):
+    engine, learner = make_engine(llama(0)), llama(1)
+    publisher = WeightPublisher([engine])
+    order, third = [], []
+    publisher.add_done_callback(lambda future: order.append(future.result().version))
+    caller = threading.Thread(target=lambda: third.append(publisher.publish_async(learner, 3)))
+    with engine._boundary.hold("test"):  # no engine takes weights meanwhile
+        futures = [publisher.publish_async(learner, version) for version in (1, 2)]
+        caller.start()
+        caller.join(0.3)
+        assert caller.is_alive() and not any(future.done() for future in futures)
+    caller.join(10)
+    assert third[0].result(10).version == 3 and order == [1, 2, 3]
+
+
+def test_the_thread_of_a_publisher_ends_with_it(make_engine):
+    publisher = WeightPublisher([make_engine(llama(0))])
+    publisher.publish_async(llama(1), 1).result(10)
+    (thread,) = (t for t in threading.enumerate() if t.name == "publish")
+    del publisher
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_failed_background_publish_is_in_its_future(make_engine):
