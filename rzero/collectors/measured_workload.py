@@ -3,7 +3,7 @@
 import heapq
 from collections import deque
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any, final
 
 import numpy as np
@@ -81,7 +81,7 @@ class WorkloadMeter:
         reward_seconds: float = 0.0,
         engine_slots: int | None = None,
     ) -> Workload:
-        """What was measured: lengths and rates of the engines, mean time of an update.
+        """What was measured: lengths and rates of the engines, and the times of the updates, again and again.
 
         Args:
             engines: Number of engines, which shared the responses evenly.
@@ -98,11 +98,11 @@ class WorkloadMeter:
         rows = [np.frombuffer(row, np.int64).reshape(3, -1) for row in self._rows]
         submit_ns, done_ns, lengths = np.concatenate(rows, axis=1)
         submit, done = ((ns - submit_ns.min()) * 1e-9 for ns in (submit_ns, done_ns))
-        train_seconds = float(np.mean(self._train_seconds))
+        train_seconds = cycle(self._train_seconds)  # one after the other: their jitter is a part of the lag
         return Workload(
             length_law=empirical_length(lengths),
             rate_law=_rate_law(_slot_times(submit, done, engines, engine_slots), done, lengths, engines),
-            train_seconds=lambda tokens: train_seconds,
+            train_seconds=lambda tokens: next(train_seconds),
             group_size=self._group_size,
             engines=engines,
             engine_slots=engine_slots,

@@ -46,10 +46,11 @@ class SlotLayer(CacheLayerMixin):
         self.values[index, :, : keys.shape[2]] = values
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots over others."""
+        """Copy slots over others, as far as any slot is valid."""
         if self.keys is not None and self.values is not None:
-            self.keys[target] = self.keys[source]
-            self.values[target] = self.values[source]
+            width = self._positions.width
+            self.keys[target, :, :width] = self.keys[source, :, :width]
+            self.values[target, :, :width] = self.values[source, :, :width]
 
     def grow(self, slots: int, length: int) -> None:
         """Keep what is stored in a larger allocation."""
@@ -113,9 +114,9 @@ class SlotCache(Cache):
                 isinstance(theirs, CacheLayerMixin) and theirs.keys is not None and theirs.values is not None
             )
             index = torch.tensor(source, device=theirs.keys.device)
-            ours.write(slots, theirs.keys[index], theirs.values[index])
+            ours.write(slots, theirs.keys.index_select(0, index), theirs.values.index_select(0, index))
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots ``source`` over slots ``target``; int64 [m] each."""
+        """Copy slots ``source`` over slots ``target``, int64 [m] each, after a forward that saw them all."""
         for layer in self.slot_layers:
             layer.move(source, target)
