@@ -239,9 +239,11 @@ class RunLog:
         publisher = self.collector.publisher
         lead = sum(self._leads) / max(1, len(self._leads))
         submit_seconds, reward_seconds = self.collector.seconds_outside()
+        publish_seconds = max(0.0, publisher.mean_seconds() - lead)  # as the simulated one begins later
         workload = self._meter.workload(
             engines=len(self.collector.engines),
-            publish_seconds=max(0.0, publisher.mean_seconds() - lead),  # as the simulated one begins later
+            publish_seconds=publish_seconds,
+            acknowledge_seconds=min(submit_seconds, publish_seconds),  # a message one way as the other
             submit_seconds=submit_seconds,
             reward_seconds=reward_seconds,
             engine_slots=self._slots,

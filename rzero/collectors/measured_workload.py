@@ -32,7 +32,7 @@ class WorkloadMeter:
         ValueError: If `batches` is not positive.
     """
 
-    def __init__(self, *, batches: int = 64) -> None:
+    def __init__(self, *, batches: int = 256) -> None:
         """Starts without a measurement; see the class for the argument."""
         if batches < 1:
             raise ValueError(f"WorkloadMeter: batches must be at least 1, got {batches}")
@@ -77,6 +77,7 @@ class WorkloadMeter:
         *,
         engines: int,
         publish_seconds: float,
+        acknowledge_seconds: float = 0.0,
         submit_seconds: float = 0.0,
         reward_seconds: float = 0.0,
         engine_slots: int | None = None,
@@ -86,6 +87,7 @@ class WorkloadMeter:
         Args:
             engines: Number of engines, which shared the responses evenly.
             publish_seconds: Mean time of a publish, which overlaps with the next update.
+            acknowledge_seconds: The part at its end in which the engines have the weights already.
             submit_seconds: Mean time of a group on the way to its engine.
             reward_seconds: Mean time from a group's last token to its rewards.
             engine_slots: Sequences that one engine decodes together at most; None: no limit.
@@ -107,6 +109,7 @@ class WorkloadMeter:
             engines=engines,
             engine_slots=engine_slots,
             publish_seconds=publish_seconds,
+            acknowledge_seconds=acknowledge_seconds,
             overlap_publish=True,
             submit_seconds=submit_seconds,
             reward_seconds=reward_seconds,

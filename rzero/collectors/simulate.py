@@ -35,7 +35,8 @@ class Workload:
         engine_slots: Sequences that one engine decodes together at most, the others wait inside it; None: no
             limit.
         publish_seconds: From the end of an update until its weights are on every engine.
-        pause_seconds: The part at the end of it during which the engines stand still.
+        acknowledge_seconds: The part at the end of it in which the engines have the weights already.
+        pause_seconds: The part before that in which the engines stand still.
         overlap_publish: Whether the learner goes on while its weights are on the way. If the next update is
             done before, only the newest weights are sent.
         evaluate_every: Every so many versions the engines do nothing but an evaluation; 0: never.
@@ -56,6 +57,7 @@ class Workload:
     engines: int = 1
     engine_slots: int | None = None
     publish_seconds: float = 0.0
+    acknowledge_seconds: float = 0.0
     pause_seconds: float = 0.0
     overlap_publish: bool = False
     evaluate_every: int = 0
@@ -70,16 +72,23 @@ class Workload:
     def __post_init__(self) -> None:
         """Refuses what no machine can do."""
         least = {"group_size": 1, "engines": 1, "publish_seconds": 0, "evaluate_every": 0}
-        least |= {"evaluation_seconds": 0, "submit_seconds": 0, "reward_seconds": 0, "repair_seconds": 0}
+        least |= {
+            "pause_seconds": 0,
+            "acknowledge_seconds": 0,
+            "evaluation_seconds": 0,
+            "submit_seconds": 0,
+            "reward_seconds": 0,
+            "repair_seconds": 0,
+        }
         for name, bound in least.items():
             if not getattr(self, name) >= bound:
                 raise ValueError(f"Workload: {name} must be at least {bound}, got {getattr(self, name)}")
         if self.engine_slots is not None and self.engine_slots < 1:
             raise ValueError(f"Workload: engine_slots must be at least 1, got {self.engine_slots}")
-        if not 0 <= self.pause_seconds <= self.publish_seconds:
+        if self.pause_seconds + self.acknowledge_seconds > self.publish_seconds:
             raise ValueError(
-                f"Workload: pause_seconds must lie in [0, publish_seconds = {self.publish_seconds}], "
-                f"got {self.pause_seconds}"
+                f"Workload: pause_seconds + acknowledge_seconds must be at most publish_seconds = "
+                f"{self.publish_seconds}, got {self.pause_seconds} + {self.acknowledge_seconds}"
             )
         for name in ("filter_probability", "fail_probability"):
             if not 0 <= getattr(self, name) < 1:

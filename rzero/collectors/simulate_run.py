@@ -81,6 +81,7 @@ class SimulatedRun:
         self._learner_free = True
         self._publishing = False
         self._made = scheduler.version  # newest version that the learner has finished
+        self._held = scheduler.version  # by every engine that is up
         self._touched: set[int] = set()  # engines whose next end must be planned again
         self._seconds = {"train": 0.0, "publish": 0.0}
         self._tokens = 0
@@ -230,7 +231,7 @@ class SimulatedRun:
         self._settle()
 
     def _repair(self, index: int) -> None:
-        self._touch(index).repair(self.scheduler.version)
+        self._touch(index).repair(self._held)
         heapq.heappush(self._loads, (0, index))
         self._plan_failure(index)
         self._settle()
@@ -272,8 +273,10 @@ class SimulatedRun:
     def _send(self) -> None:
         self._publishing = True
         arrival = self._now + self.workload.publish_seconds
+        swap = arrival - self.workload.acknowledge_seconds
         if self.workload.pause_seconds:
-            self._at(arrival - self.workload.pause_seconds, self._hold_all)
+            self._at(swap - self.workload.pause_seconds, self._hold_all)
+        self._at(swap, partial(self._swap, self._made))
         self._at(arrival, partial(self._arrive, self._made))
 
     def _hold_all(self) -> None:
@@ -286,17 +289,22 @@ class SimulatedRun:
             self._touch(index).let_go()
         self._settle()
 
+    def _swap(self, version: int) -> None:
+        self._held = version
+        for index in range(len(self._engines)):
+            engine = self._touch(index)
+            engine.swap(version)
+            if self.workload.pause_seconds:
+                engine.let_go()
+        self._settle()
+
     def _arrive(self, version: int) -> None:
         workload, before = self.workload, self.scheduler.version
         every = workload.evaluate_every
         evaluate = every > 0 and version // every > before // every
-        for index in range(len(self._engines)):
-            engine = self._touch(index)
-            engine.swap(version)
-            if evaluate:
-                engine.hold()
-            if workload.pause_seconds:
-                engine.let_go()
+        if evaluate:
+            for index in range(len(self._engines)):
+                self._touch(index).hold()
         self.scheduler.publish(version)
         self._publishing = False
         self._learner_free = self._learner_free or not workload.overlap_publish

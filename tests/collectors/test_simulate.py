@@ -144,6 +144,7 @@ def test_no_token_is_older_than_the_strict_bound(nominal_lag):
         group_size=2,
         engines=3,
         publish_seconds=0.4,
+        acknowledge_seconds=0.1,
         pause_seconds=0.1,
         overlap_publish=True,
         evaluate_every=7,
@@ -191,6 +192,23 @@ def test_prompts_on_their_way_are_sampled_with_newer_weights():
     scheduler = CreditScheduler(nominal_lag=0, groups_per_batch=P, order=strict())
     run = simulate(scheduler, workload, updates=20)
     assert run.step_seconds == pytest.approx(2.2) and run.lag.means()["token_mean"] == 0.0
+
+
+@pytest.mark.parametrize(("acknowledge_seconds", "token_mean"), [(0.0, 2.0), (0.3, 1.5)])
+def test_engines_have_the_weights_before_the_learner_knows(acknowledge_seconds, token_mean):
+    # Weights are known to have arrived at 0.5, 1.5, ... s, and let a batch start; it is drawn from 1.0 to
+    # 1.4 s, all of it before 1.5 s, but half of it after 1.2 s.
+    workload = one_second_updates(
+        response_updates=0.4,
+        publish_seconds=0.5,
+        acknowledge_seconds=acknowledge_seconds,
+        overlap_publish=True,
+        submit_seconds=0.5,
+    )
+    scheduler = CreditScheduler(nominal_lag=2, groups_per_batch=P, order=strict())
+    run = simulate(scheduler, workload, updates=20)
+    assert run.lag.means()["start"] == pytest.approx(2.0)
+    assert run.lag.means()["token_mean"] == pytest.approx(token_mean, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +317,8 @@ def test_a_prediction_goes_beside_a_measurement():
         ({"group_size": 0}, "group_size must be at least 1, got 0"),
         ({"publish_seconds": -1}, "publish_seconds must be at least 0, got -1"),
         ({"publish_seconds": math.nan}, "publish_seconds must be at least 0, got nan"),
-        ({"pause_seconds": 1.0}, r"pause_seconds must lie in \[0, publish_seconds = 0.0\], got 1.0"),
+        ({"pause_seconds": 1.0}, r".* must be at most publish_seconds = 0.0, got 1.0 \+ 0.0"),
+        ({"acknowledge_seconds": -1}, "acknowledge_seconds must be at least 0, got -1"),
         ({"engine_slots": 0}, "engine_slots must be at least 1, got 0"),
         ({"filter_probability": 1.0}, r"filter_probability must lie in \[0, 1\), got 1.0"),
         ({"engine_failure_seconds": 0.0}, "engine_failure_seconds must be positive, got 0.0"),
