@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -35,7 +35,7 @@ from rzero.collectors.engine import (
     packed_rows,
     row_digests,
 )
-from rzero.collectors.futures import gathered
+from rzero.collectors.futures import settle, then
 from rzero.collectors.hashing import uniforms
 from rzero.collectors.token_boundary import TokenBoundary
 from rzero.collectors.tracing import traced
@@ -44,9 +44,24 @@ from rzero.collectors.weights import load_weights, named_weights, weight_digests
 
 
 @dataclass(slots=True)
+class _Group:
+    future: Future[list[Completion]]
+    completions: list[Completion | None]  # in the order of the requests
+    left: int
+
+    def complete(self, index: int, completion: Completion) -> None:
+        """Take one completion; the last one resolves the future."""
+        self.completions[index] = completion
+        self.left -= 1
+        if not self.left:
+            settle(self.future, cast(list[Completion], self.completions))
+
+
+@dataclass(slots=True)
 class _Slot:
     request: GenerationRequest
-    future: Future[Completion]
+    group: _Group
+    index: int  # in the group
     t_submit_ns: int
     t_first_ns: int = 0
     trace: list[dict[str, Tensor]] = field(default_factory=list)  # one entry a token
@@ -134,20 +149,21 @@ class TransformersEngine:
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         """See ``GenerationEngine.submit``."""
-        future: Future[Completion] = Future()
+        return then(self.submit_group([request]), lambda completions: completions[0])
+
+    def submit_group(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
+        """See ``GenerationEngine.submit_group``."""
+        group = _Group(Future(), [None] * len(requests), left=len(requests))
         with self._boundary.condition:
             self._boundary.refuse_if_stopped("submit")
             if self._version < 0:
                 raise RuntimeError(
                     "TransformersEngine.submit: weights must be published first, got none so far"
                 )
-            self._pending.append(_Slot(request, future, self._clock.now_ns()))
+            now = self._clock.now_ns()
+            self._pending.extend(_Slot(request, group, i, now) for i, request in enumerate(requests))
             self._boundary.condition.notify_all()
-        return future
-
-    def submit_group(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
-        """See ``GenerationEngine.submit_group``."""
-        return gathered([self.submit(request) for request in requests])
+        return group.future
 
     def pause(self) -> None:
         """See ``GenerationEngine.pause``."""
@@ -207,7 +223,7 @@ class TransformersEngine:
         finally:
             reason = self._boundary.error or CancelledError("the engine was closed")
             for slot in [*self._slots, *self._pending]:
-                slot.future.set_exception(reason)
+                settle(slot.group.future, reason)
             self._slots, self._pending = [], deque()
 
     def _has_work(self) -> bool:
@@ -319,7 +335,7 @@ class TransformersEngine:
         ]
         self._close_gaps(rows)
         for slot, completion in zip(slots, completions, strict=True):
-            slot.future.set_result(completion)
+            slot.group.complete(slot.index, completion)
 
     def _close_gaps(self, rows: list[int]) -> None:
         count, gone = len(self._slots) - len(rows), set(rows)
