@@ -50,6 +50,9 @@ def throughput_text(found: dict[str, Any]) -> str:
         "Medians over the rounds.",
         table(head, rows),
         table(["kernels", "speed-up over synchronous", "ideal", "ideal overlap reached"], gains),
+        "The ideal step is the longer of the two parts of a synchronous one, waiting and learning. Messages "
+        "on their way are a part of the waiting; asynchronously these ways overlap too, which can give more "
+        "than the ideal.",
         f"Exact kernels cost a synchronous step {both / sync:.2f}x; asynchronous with exact kernels takes "
         f"{asynchronous / sync:.2f}x of a synchronous step with native ones.",
         f"    {start['command']}",
