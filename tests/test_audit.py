@@ -6,7 +6,7 @@ import torch
 from rzero.audit import AuditRefused, audit
 from rzero.collectors import named_weights, weight_digests
 from rzero.collectors.tracing import row_checksums, traced
-from rzero.kernels import align, huggingface, kernel_fingerprint, log_softmax
+from rzero.kernels import align, causal_lm, huggingface, kernel_fingerprint, log_softmax
 from tests.collectors.conftest import llama, make_engine  # noqa: F401  (a fixture)
 
 PROMPTS = [[1, *range(3, 4 + i % 7), 5] for i in range(24)]
@@ -156,14 +156,14 @@ def test_auditing_takes_the_steps_that_sampling_takes(make_engine, monkeypatch):
 
 
 def test_a_learner_that_computes_prompts_once_is_compared_too(make_engine, monkeypatch):  # noqa: F811
-    """Other kernels for cached keys on the learner's side alone, which whole rows do not use."""
-    ours = huggingface.round_kv
+    """Other logits behind shared prompts, which whole rows do not have."""
+    ours = causal_lm._forward
 
-    def by_thread(x):
-        return ours(x) if threading.current_thread() is engine._thread else ours(x).bfloat16().float()
+    def other(*args, shared):
+        return ours(*args, shared=shared) * (1 + 1e-5 * shared)
 
     engine = make_engine(aligned(), **EXACT)
-    monkeypatch.setattr(huggingface, "round_kv", by_thread)
+    monkeypatch.setattr(causal_lm, "_forward", other)
     report = run(engine, aligned())
     assert not report.exact and report.mismatching > 0 and report.first_difference is None
 
