@@ -1,7 +1,8 @@
 """Messages of tensors between two ranks over torch.distributed: no pickled object ever crosses the network.
 
 A message is a kind, a flat dictionary of tensors and a dictionary of strings, consolidated into one byte
-tensor in the safetensors format, so that reading one cannot execute anything.
+tensor in the safetensors format, so that reading one cannot execute anything. It travels in a frame of fixed
+size, for which the receiver waits already; only what does not fit into that has to wait for the receiver.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class ConnectionLost(EngineLost):
 
 
 _HEADER_BYTES = 8  # safetensors: a little-endian uint64, the length of the JSON header that follows
+_SIZE_BYTES = 8  # of a frame: an int64, the length of the message
+FRAME_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,14 @@ class Channel:
             ConnectionLost: If the peer is gone.
         """
         data = encode(message)
+        frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        head, rest = data[: FRAME_BYTES - _SIZE_BYTES], data[FRAME_BYTES - _SIZE_BYTES :]
+        frame[:_SIZE_BYTES] = torch.tensor([len(data)]).view(torch.uint8)
+        frame[_SIZE_BYTES : _SIZE_BYTES + len(head)] = head
         with self._connected():
-            dist.send(torch.tensor([len(data)]), self.peer, group=self._group)
-            dist.send(data, self.peer, group=self._group)
+            dist.send(frame, self.peer, group=self._group)
+            if len(rest):
+                dist.send(rest, self.peer, group=self._group)
 
     def receive(self) -> Message:
         """Wait for the next message.
@@ -108,11 +116,15 @@ class Channel:
         Raises:
             ConnectionLost: If the peer is gone.
         """
-        size = torch.zeros(1, dtype=torch.long)
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         with self._connected():
-            dist.recv(size, self.peer, group=self._group)
-            data = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(data, self.peer, group=self._group)
+            dist.recv(frame, self.peer, group=self._group)
+            size = int(frame[:_SIZE_BYTES].view(torch.int64))
+            data = frame[_SIZE_BYTES : _SIZE_BYTES + size]
+            if len(data) < size:
+                rest = torch.empty(size - len(data), dtype=torch.uint8)
+                dist.recv(rest, self.peer, group=self._group)
+                data = torch.cat([data, rest])
         return decode(data)
 
     @contextmanager

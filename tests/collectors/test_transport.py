@@ -1,11 +1,17 @@
 import pickle
+from datetime import timedelta
 
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from hypothesis import given
 
-from rzero.collectors.transport import Message, decode, encode
+from rzero.collectors.transport import FRAME_BYTES, Message, decode, encode, open_channels
+
+# Bytes of a payload whose messages end before, at and after the end of a frame, and far after it.
+PAYLOADS = [*range(FRAME_BYTES - 160, FRAME_BYTES - 80), 0, 10 * FRAME_BYTES]
 
 
 @given(
@@ -51,3 +57,31 @@ def test_other_bytes_are_refused():
             ValueError, match=f"decode: data must be a message of this module, got {len(raw)} other"
         ):
             decode(data)
+
+
+def message_of(size, number):
+    x = torch.arange(size).add(number).to(torch.uint8)
+    return Message("size", {"x": x}, {"number": str(number)})
+
+
+def exchange(rank, store):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    outgoing, incoming = open_channels(0, [1])[1 - rank]
+    for number, size in enumerate(PAYLOADS):
+        sent = message_of(size, number)
+        if rank == 0:
+            outgoing.send(sent)
+        message = incoming.receive()
+        assert (message.kind, message.text) == (sent.kind, sent.text)
+        assert torch.equal(message.tensors["x"], sent.tensors["x"])
+        if rank == 1:
+            outgoing.send(message)
+
+
+def test_messages_of_any_size_arrive_in_order(tmp_path):
+    messages = [message_of(size, number) for number, size in enumerate(PAYLOADS)]
+    full = FRAME_BYTES - 8  # what a frame holds beside the size
+    assert {full - 1, full, full + 1} <= {len(encode(message)) for message in messages}
+    mp.spawn(exchange, (str(tmp_path / "store"),), nprocs=2)
