@@ -50,11 +50,14 @@ def command() -> str:
 
 
 def without_runs_folder(command: str) -> str:
-    """A command without ``--runs``: where a run's folder lay is no part of what it was."""
+    """A command as if in the default folder of runs: where a run's folder lay is no part of what it was."""
     words = shlex.split(command)
     if "--runs" in words:
         place = words.index("--runs")
         del words[place : place + 2]
+    if "--resume" in words:
+        place = words.index("--resume") + 1
+        words[place] = f"runs/{Path(words[place]).name}"
     return shlex.join(words)
 
 

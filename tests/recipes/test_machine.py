@@ -3,6 +3,7 @@ import platform
 import subprocess
 import sys
 
+from recipes.machine import without_runs_folder
 from tests.recipes.conftest import ROOT
 
 WRITE = """
@@ -27,3 +28,9 @@ def test_every_start_writes_what_it_runs_on(tmp_path, monkeypatch):
     assert first["cores"] >= 1
     revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     assert first["revision"] == (revision.stdout.strip() or None)
+
+
+def test_a_command_does_not_tell_where_its_run_lay():
+    command = "torchrun recipes/lag2.py --seed 2 --resume /home/me/old/lag2-1 --runs /home/me/old --lr 1e-4"
+    assert without_runs_folder(command) == "torchrun recipes/lag2.py --seed 2 --resume runs/lag2-1 --lr 1e-4"
+    assert without_runs_folder("torchrun recipes/sync.py") == "torchrun recipes/sync.py"
